@@ -1,0 +1,70 @@
+# Needs Python 3.11 or newer with pip, and make. Everything is installed into .venv.
+PYTHON ?= python3
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test parity lint format clean
+
+help:
+	@echo "make quickstart   install and run the main job on CPU (about 5 minutes on 2 cores)"
+	@echo "make test         install the test extra and run the suite"
+	@echo "make parity       install torch (CPU build if there is one) and transformers for the parity tests"
+	@echo "make lint         check format, lint and types"
+	@echo "make format       reformat the code"
+	@echo "make clean        remove .venv and caches"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $(PYTHON) is older than Python 3.11 or missing; run: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || $(PYTHON) -m virtualenv $(VENV) || { rm -rf $(VENV); \
+	  echo "error: $(PYTHON) cannot make a virtual environment; install the python3-venv package of your system, or run: $(PYTHON) -m pip install virtualenv"; exit 2; }
+
+$(VENV)/.base: $(BIN)/python $(INPUTS)
+	@echo "Installing trace-jax into $(VENV) ..."
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	@echo "Installing the test extra ..."
+	@$(PIP) -e '.[test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.base
+	@echo "Installing the lint extra ..."
+	@$(PIP) -e '.[lint]'
+	@touch $@
+
+# The CPU build of torch where pip finds one; otherwise the plain wheel, which is several GB on Linux.
+$(VENV)/.parity: $(VENV)/.test
+	@echo "Installing the parity extra ..."
+	@$(PIP) 'torch==2.13.0+cpu' 2>/dev/null || $(PIP) torch
+	@$(PIP) -e '.[parity]'
+	@touch $@
+
+install: $(VENV)/.base
+
+quickstart: $(VENV)/.base
+	@$(BIN)/python -m trace_jax.quickstart
+
+test: $(VENV)/.test
+	@$(BIN)/python -m pytest -q -rs -n $(WORKERS) $(PYTEST_ARGS)
+
+parity: $(VENV)/.parity
+
+lint: $(VENV)/.lint $(VENV)/.test
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.lint
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,1 @@
+"""FP4 codes and scales to a float tensor."""

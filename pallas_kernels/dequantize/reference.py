@@ -1,0 +1,27 @@
+"""Dequantization in jnp."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels.arithmetic import decode_terms, e2m1_magnitude, signed_value
+from pallas_kernels.blocks import join_blocks, pad_last, per_block
+from pallas_kernels.formats import BlockFormat
+from pallas_kernels.packing import interleave_nibbles
+
+
+@functools.partial(jax.jit, static_argnames=("size", "fmt"))
+def dequantize(
+    codes: UInt8[Array, "*rows bytes"],
+    scales: UInt8[Array, "*rows blocks"],
+    multiplier: Float[Array, "*m"] | None,
+    size: int,
+    fmt: BlockFormat,
+) -> Float[Array, "*rows d"]:
+    """Float32 array of the values, each exact in bfloat16."""
+    count = scales.shape[-1]
+    nibbles = interleave_nibbles(pad_last(codes, count * fmt.block // 2)).reshape((*scales.shape, fmt.block))
+    factor, pre = decode_terms(scales[..., None].astype(jnp.int32), per_block(multiplier), fmt)
+    return join_blocks(signed_value(e2m1_magnitude(nibbles & 7), nibbles << 28, factor, pre), size)

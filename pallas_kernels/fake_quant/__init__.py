@@ -1,0 +1,1 @@
+"""Round a float tensor to its FP4 values, with a straight-through gradient."""

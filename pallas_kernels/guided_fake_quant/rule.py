@@ -1,0 +1,78 @@
+"""The guided rounding rule, elementwise, shared by the jnp reference and the Pallas body.
+
+1. Scale |x| by the rollout's 2^n and take the two codes around it under the rollout's block scale. A clipped value has the
+   bracket {4, 6}.
+2. On a code exactly: keep it.
+3. Else choose by the record: "mantissa" the code whose low bit is the recorded one, "codes" the code nearest to the
+   recorded one, "scales" the nearest code, as the quantizer would.
+4. Rows without a record use their own scale and multiplier and the nearest code.
+5. A block with a value that is not finite becomes NaN.
+
+Source: TRACE, arXiv 2610.07767, algorithm 1; the exact form in docs/numerics.md.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.arithmetic import (
+    INFINITY_BITS,
+    bits_float,
+    decode_terms,
+    encode_gain,
+    encode_terms,
+    float_bits,
+    magnitude_bits,
+    scale_code,
+    signed_value,
+)
+from pallas_kernels.formats import BlockFormat
+from pallas_kernels.ladder import bracket_gap, lower_bracket
+
+
+def guided_values(
+    x: Float[Array, "*rows block"],
+    amax_bits: Int[Array, "*rows 1"],
+    record: Int[Array, "*rows block"] | None,
+    rollout_scales: Int[Array, "*rows 1"],
+    valid: Bool[Array, "*v"],
+    multiplier: Float[Array, "*m"] | None,
+    rollout_multiplier: Float[Array, "*m"] | None,
+    kind: str,
+    fmt: BlockFormat,
+) -> Float[Array, "*rows block"]:
+    """Float32 values of guided rounding; every argument broadcasts against x."""
+    own_gain = None if multiplier is None else encode_gain(multiplier)
+    own_scales = scale_code(amax_bits, own_gain, fmt)
+    scales = jnp.where(valid, rollout_scales, own_scales)
+    if multiplier is not None:
+        multiplier = jnp.where(valid, rollout_multiplier, multiplier)
+    gain, step = encode_terms(scales, None if multiplier is None else encode_gain(multiplier), fmt)
+
+    a = bits_float(magnitude_bits(x)) * gain
+    index, value = lower_bracket(a, step)
+    gap = bracket_gap(index)
+    middle = (value + 0.5 * gap) * step
+    if fmt.scale == "e8m0":
+        upper = (a > middle) | ((a == middle) & ((index & 1) == 1))
+    else:
+        upper = a > middle
+    if record is not None:
+        on_code = (a == value * step) & (a < 6.0 * step)
+        upper = jnp.where(valid, _recorded_choice(x, index, record, kind) & ~on_code, upper)
+
+    factor, pre = decode_terms(scales, multiplier, fmt)
+    # The rollout's scale cannot tell that x is not finite, so the block says so itself.
+    factor = jnp.where(amax_bits >= INFINITY_BITS, jnp.nan, factor)
+    return signed_value(jnp.where(upper, value + gap, value), float_bits(x), factor, pre)
+
+
+def _recorded_choice(
+    x: Float[Array, "*rows block"], index: Int[Array, "*rows block"], record: Int[Array, "*rows block"], kind: str
+) -> Bool[Array, "*rows block"]:
+    """Whether the record points to the upper code of the bracket."""
+    if kind == "mantissa":
+        return (index & 1) != record
+    # In the sign frame of x the recorded code is nearer to the upper code exactly if its index lies above the lower one:
+    # no midpoint of two adjacent codes is a code, so there are no ties, and -0 counts as 0.
+    same_sign = (float_bits(x) < 0) == (record >= 8)
+    return same_sign & ((record & 7) > index)

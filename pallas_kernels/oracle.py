@@ -1,0 +1,210 @@
+"""The whole numeric contract once more, in NumPy: slow, plain, and independent of the jnp code.
+
+Real arithmetic is done in float64, where every product of the contract is exact, and the narrow roundings are the casts of
+ml_dtypes. Tests compare every implementation with this file, bit for bit. NumPy in, NumPy out.
+"""
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Bool, Float, UInt8
+
+from pallas_kernels.containers import Guide, Quantized
+from pallas_kernels.formats import E2M1_MIDPOINTS, E2M1_VALUES, E4M3_NAN, E8M0_NAN, RECIPROCAL_SIX, BlockFormat
+
+_VALUES = np.array(E2M1_VALUES)
+_TINY = 2.0**-126
+
+
+def decode_multiplier(amax: Float[np.ndarray, "*s"], *, nudged: bool = True) -> Float[np.ndarray, "*s"]:
+    """2^-n, times (1 + 2^-17) if nudged; n the largest integer with amax * 2^n <= 2688, within -126..126."""
+    amax = np.asarray(amax).astype(np.float64)
+    amax = np.where(np.isfinite(amax) & (amax >= _TINY), amax, 0.0)
+    fraction, exponent = np.frexp(amax)
+    n = np.clip(np.where(fraction <= 2688 / 4096, 12, 11) - exponent, -126, 126)
+    n = np.where(amax == 0, 0, n)
+    return (np.ldexp(1.0, -n) * (1 + 2.0**-17 if nudged else 1.0)).astype(np.float32)
+
+
+def quantize(x: Float[np.ndarray, "*rows d"], fmt: BlockFormat, multiplier=None) -> Quantized:
+    """Codes, scales and multiplier of x."""
+    if fmt.has_multiplier and multiplier is None:
+        multiplier = decode_multiplier(np.max(np.abs(_float64(x)), initial=0.0))
+    size = x.shape[-1]
+    blocks = _blocks(x, fmt)
+    n = _exponent(multiplier, x.shape[:-1])
+    scales = _scale_bytes(blocks, n, fmt)
+    codes = _nearest_codes(blocks, scales, n, fmt)
+    codes = np.where(np.signbit(blocks) & (codes > 0), codes + 8, codes)
+    multiplier = None if multiplier is None else np.asarray(multiplier, np.float32)
+    packed = pack_codes(codes.reshape(*x.shape[:-1], -1)[..., :size])
+    return Quantized(codes=packed, scales=scales, multiplier=multiplier, size=size, fmt=fmt)
+
+
+def dequantize(q: Quantized, dtype=ml_dtypes.bfloat16) -> Float[np.ndarray, "*rows d"]:
+    """The values of a quantized tensor."""
+    rows, count = q.scales.shape[:-1], q.scales.shape[-1]
+    codes = unpack_codes(np.asarray(q.codes), q.size)
+    codes = _pad(codes, count * q.fmt.block).reshape(*rows, count, q.fmt.block)
+    magnitude = _decoded(_VALUES[codes & 7], np.asarray(q.scales), q.multiplier, q.fmt)
+    value = np.where(codes >= 8, -magnitude, magnitude)
+    value = np.where(magnitude == 0, 0.0, value).reshape(*rows, -1)[..., : q.size]
+    return value.astype(np.float32).astype(dtype)
+
+
+def fake_quant(x: Float[np.ndarray, "*rows d"], fmt: BlockFormat, multiplier=None) -> Float[np.ndarray, "*rows d"]:
+    """The values of the quantized x, in the dtype of x."""
+    return dequantize(quantize(x, fmt, multiplier), x.dtype)
+
+
+def guided_fake_quant(x: Float[np.ndarray, "*rows d"], guide: Guide, fmt: BlockFormat, multiplier) -> Float[np.ndarray, "*rows d"]:
+    """x rounded under the record."""
+    rows, size = x.shape[:-1], x.shape[-1]
+    plain = fake_quant(x, fmt, multiplier)
+    rollout_multiplier = multiplier if guide.multiplier is None else np.asarray(guide.multiplier)
+    blocks = _blocks(x, fmt)
+    n = _exponent(rollout_multiplier, rows)
+    scales = np.asarray(guide.scales)
+    a, step = _normalized(np.abs(blocks), scales, n, fmt)
+    lower = np.minimum(sum((a >= v * step).astype(int) for v in E2M1_VALUES[1:]), 6)
+    if guide.kind == "scales":
+        index = _nearest_codes(blocks, scales, n, fmt)
+    else:
+        length = scales.shape[-1] * fmt.block
+        on_code = (a == _VALUES[lower] * step) & (a < 6 * step)
+        if guide.kind == "mantissa":
+            bit = _pad(unpack_bits(np.asarray(guide.data), size), length).reshape(blocks.shape)
+            upper = (lower & 1) != bit
+        else:
+            code = _pad(unpack_codes(np.asarray(guide.data), size), length).reshape(blocks.shape)
+            value = _VALUES[code & 7] * np.where(code >= 8, -1, 1) * np.where(np.signbit(blocks), -1, 1)
+            upper = np.abs(_VALUES[lower + 1] - value) < np.abs(_VALUES[lower] - value)
+        index = np.where(upper & ~on_code, lower + 1, lower)
+    with np.errstate(invalid="ignore"):
+        index = np.where(step == 0, 0, index)
+    magnitude = _decoded(_VALUES[index], scales, rollout_multiplier, fmt)
+    magnitude = np.where(np.isfinite(blocks).all(axis=-1, keepdims=True), magnitude, np.nan)
+    value = np.where(np.signbit(blocks) & (magnitude != 0), -magnitude, magnitude)
+    value = value.reshape(*rows, -1)[..., :size].astype(np.float32).astype(x.dtype)
+    return np.where(np.broadcast_to(np.asarray(guide.valid), rows)[..., None], value, plain)
+
+
+def round_to_bf16(x: Float[np.ndarray, "*s"]) -> Float[np.ndarray, "*s"]:
+    """Float32 values rounded to the nearest bfloat16 value."""
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def fake_quant_fp8(x: Float[np.ndarray, "*rows d"], *, block: int | None = 128) -> Float[np.ndarray, "*rows d"]:
+    """x rounded to E4M3 under the smallest power-of-two scale per block that avoids saturation."""
+    rows, size = x.shape[:-1], x.shape[-1]
+    block = size if block is None else min(block, size)
+    blocks = _pad(_float64(x), -(-size // block) * block).reshape(*rows, -1, block)
+    amax = np.max(np.abs(blocks), axis=-1, keepdims=True)
+    finite = np.isfinite(amax)
+    fraction, exponent = np.frexp(np.where(finite, amax, 0.0))
+    exponent = np.clip(exponent + np.where(fraction <= 448 / 512, -9, -8), -126, 126)
+    scaled = np.where(finite, blocks, 0.0) * np.ldexp(1.0, -exponent)
+    rounded = scaled.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    value = np.where(finite, _flushed(rounded * np.ldexp(1.0, exponent)), np.nan)
+    return value.reshape(*rows, -1)[..., :size].astype(np.float32).astype(x.dtype)
+
+
+def pack_codes(codes: UInt8[np.ndarray, "*rows d"]) -> UInt8[np.ndarray, "*rows bytes"]:
+    """Two codes a byte, low nibble first."""
+    codes = _pad(np.asarray(codes), codes.shape[-1] + codes.shape[-1] % 2)
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8)
+
+
+def unpack_codes(packed: UInt8[np.ndarray, "*rows bytes"], size: int) -> UInt8[np.ndarray, "*rows d"]:
+    """The first `size` codes."""
+    return np.stack([packed % 16, packed // 16], axis=-1).reshape(*packed.shape[:-1], -1)[..., :size]
+
+
+def pack_bits(bits: UInt8[np.ndarray, "*rows d"] | Bool[np.ndarray, "*rows d"]) -> UInt8[np.ndarray, "*rows bytes"]:
+    """Eight bits a byte, least significant first."""
+    return np.packbits(np.asarray(bits).astype(np.uint8), axis=-1, bitorder="little")
+
+
+def unpack_bits(packed: UInt8[np.ndarray, "*rows bytes"], size: int) -> UInt8[np.ndarray, "*rows d"]:
+    """The first `size` bits."""
+    return np.unpackbits(packed, axis=-1, count=size, bitorder="little")
+
+
+def mantissa_bits(codes_packed: UInt8[np.ndarray, "*rows bytes"], size: int) -> UInt8[np.ndarray, "*rows bits"]:
+    """The low bit of each packed code, packed."""
+    return pack_bits(unpack_codes(codes_packed, size) % 2)
+
+
+def scale_values(scales: UInt8[np.ndarray, "*s"], fmt: BlockFormat) -> Float[np.ndarray, "*s"]:
+    """Float64 values of scale bytes; NaN where the byte is not a scale."""
+    if fmt.scale == "e8m0":
+        return np.where(scales == E8M0_NAN, np.nan, np.ldexp(1.0, scales.astype(int) - 127))
+    return np.where(scales > 0x7E, np.nan, scales.view(ml_dtypes.float8_e4m3fn).astype(np.float64))
+
+
+def _float64(x):
+    """Exact float64 of x with float32 subnormals set to (signed) zero."""
+    return _flushed(np.asarray(x).astype(np.float64))
+
+
+def _flushed(x):
+    return np.where(np.abs(x) < _TINY, np.copysign(0.0, x), x)
+
+
+def _pad(x, length: int):
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])])
+
+
+def _blocks(x, fmt: BlockFormat):
+    count = fmt.scales_bytes(x.shape[-1])
+    return _pad(_float64(x), count * fmt.block).reshape(*x.shape[:-1], count, fmt.block)
+
+
+def _exponent(multiplier, rows: tuple[int, ...]):
+    """n of a decode multiplier, for every row, with two axes for block and value."""
+    if multiplier is None:
+        return None
+    n = np.clip(1 - np.frexp(np.asarray(multiplier, np.float32))[1], -126, 126)
+    return np.broadcast_to(n, rows)[..., None, None]
+
+
+def _scale_bytes(blocks, n, fmt: BlockFormat):
+    amax = np.max(np.abs(blocks), axis=-1)
+    finite = np.isfinite(amax)
+    amax = np.where(finite, amax, 0.0)
+    if fmt.scale == "e8m0":
+        fraction, exponent = np.frexp(amax)  # 1.75 <= mantissa counts as the next power of two
+        power = np.where(fraction >= 0.875, exponent, exponent - 1)
+        byte = np.where(amax == 0, 0, np.clip(power - 2 + 127, 0, 254))
+        return np.where(finite, byte, E8M0_NAN).astype(np.uint8)
+    with np.errstate(over="ignore"):
+        wide = (np.ldexp(amax, n[..., 0]) * RECIPROCAL_SIX).astype(np.float32)
+    byte = np.minimum(wide, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.where(finite, byte, E4M3_NAN).astype(np.uint8)
+
+
+def _normalized(magnitude, scales, n, fmt: BlockFormat):
+    """(a, step): the magnitude and the unit it is measured in, float64 and exact."""
+    step = scale_values(scales, fmt)[..., None]
+    return (magnitude if n is None else np.ldexp(magnitude, n)), step
+
+
+def _nearest_codes(blocks, scales, n, fmt: BlockFormat):
+    a, step = _normalized(np.abs(blocks), scales, n, fmt)
+    with np.errstate(invalid="ignore"):
+        if fmt.scale == "e8m0":
+            scaled = np.minimum(np.where(np.isfinite(step) & np.isfinite(a), a / step, 0.0), 6.0)
+            return (scaled.astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 7).astype(int)
+        count = sum((a > midpoint * step).astype(int) for midpoint in E2M1_MIDPOINTS)
+        return np.where(step == 0, 0, count)
+
+
+def _decoded(magnitude, scales, multiplier, fmt: BlockFormat):
+    """Magnitudes after scaling, flushed and rounded to bfloat16, as float64."""
+    step = scale_values(scales, fmt)[..., None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        if fmt.scale == "e8m0":
+            product = (magnitude * step).astype(np.float32)
+        else:
+            multiplier = np.broadcast_to(np.asarray(multiplier, np.float32), scales.shape[:-1])[..., None, None]
+            product = magnitude.astype(np.float32) * _flushed(step.astype(np.float32) * multiplier)
+        return _flushed(product).astype(ml_dtypes.bfloat16).astype(np.float64)

@@ -1,0 +1,1 @@
+"""Float tensor to FP4 codes and scales."""

@@ -1,0 +1,121 @@
+"""Combinations that cannot work, and settings of the design that this version does not implement.
+
+Everything here is refused by one line that names the key and what to write instead, so that no setting is ever
+silently ignored.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from trace_jax.config.schema import FP4_FORMATS, Config
+from trace_jax.errors import UserError
+
+ENGINE_GROUP = "trace_jax.engines"
+"""Entry-point group in which installed packages offer rollout engines."""
+
+
+def check(config: Config) -> None:
+    """Refuses what cannot work in any command.
+
+    Raises:
+      UserError: the first problem found.
+    """
+    _check_model(config)
+    _check_not_implemented(config)
+    _check_sampling(config)
+    _check_guidance(config)
+    _check_training_keys(config)
+
+
+def check_for_training(config: Config) -> None:
+    """Refuses sampling settings that bias the policy ratio; `eval` and `rollout` may use them.
+
+    The engine's log-probs are those of the truncated, renormalised distribution and the trainer's those of the full
+    one, so every ratio would be off by the mass that truncation removed.
+
+    Raises:
+      UserError: the first problem found.
+    """
+    rollout = config.rollout
+    if rollout.temperature == 0:
+        raise UserError("rollout.temperature is 0: greedy answers of a group are all alike and have no ratio; write 1.0 to train")
+    if rollout.top_p < 1:
+        raise UserError(f"rollout.top_p is {rollout.top_p}: a truncated distribution biases the policy ratio; write 1.0 to train")
+    if rollout.top_k > 0:
+        raise UserError(f"rollout.top_k is {rollout.top_k}: a truncated distribution biases the policy ratio; write -1 to train")
+    if rollout.group_size < 2:
+        raise UserError("rollout.group_size is 1: an advantage compares answers of one group; write 2 or more to train")
+
+
+def _check_model(config: Config) -> None:
+    model = config.model
+    if model.source is None and not model.config:
+        raise UserError("model.source and model.config are both empty; set model.source to a checkpoint, or model.config to build a random model")
+    if model.source is not None and model.config:
+        raise UserError("model.config is set beside model.source, which brings its own; remove one of them")
+
+
+def _check_not_implemented(config: Config) -> None:
+    engine = config.rollout.engine
+    if engine != "jax":
+        installed = sorted(point.name for point in entry_points(group=ENGINE_GROUP))
+        if engine not in installed:
+            raise UserError(f"rollout.engine is {engine!r}, which no installed package provides; write one of: {', '.join(['jax', *installed])}")
+    if config.rollout.residual_compensation.fraction > 0:
+        raise UserError("rollout.residual_compensation.fraction is above 0, which is not implemented yet; write 0.0")
+    for axis, size in config.mesh:
+        if size != 1:
+            raise UserError(f"mesh.{axis} is {size}, but training runs on one device in this version; write 1")
+
+
+def _check_sampling(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.top_k != -1 and rollout.top_k < 1:
+        raise UserError(f"rollout.top_k is {rollout.top_k}; write -1 to switch it off, or 1 or more")
+    if config.eval.greedy and config.eval.samples > 1:
+        raise UserError(f"eval.samples is {config.eval.samples} with eval.greedy, which gives the same answer each time; write 1, or eval.greedy: false")
+    if rollout.max_prompt_tokens is not None:
+        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+        if config.train.micro_batch_tokens < longest:
+            raise UserError(
+                f"train.micro_batch_tokens is {config.train.micro_batch_tokens}, but one sequence can have {longest} tokens "
+                f"(rollout.max_prompt_tokens + rollout.max_new_tokens); write {longest} or more"
+            )
+
+
+def _check_guidance(config: Config) -> None:
+    rollout, quant, guidance = config.rollout, config.train_quant, config.guidance
+    sites_of = {"activations": ("expert_input",), "kv_cache": ("k", "v")}
+    for key, sites in sites_of.items():
+        if getattr(quant, key) != "guided":
+            continue
+        if guidance.record == "none":
+            raise UserError(f"train_quant.{key} is guided, but guidance.record is none; write {key}: rtn, or record: mantissa")
+        formats = [rollout.format_of(site) for site in sites]
+        if not any(name in FP4_FORMATS for name in formats) or "fp8" in formats:
+            source = "rollout.activations" if key == "activations" else "rollout.kv_cache"
+            raise UserError(
+                f"train_quant.{key} is guided, but {source} is {', '.join(formats)} and only {' and '.join(FP4_FORMATS)} can be recorded; "
+                f"write {key}: {'rtn' if 'fp8' in formats else 'none'}, or an FP4 format in the rollout"
+            )
+        if not set(sites) & set(config.recorded_sites):
+            raise UserError(f"train_quant.{key} is guided, but guidance.sites has no {' or '.join(sites)}; add it, or write {key}: rtn")
+    if guidance.record != "none" and not config.recorded_sites:
+        raise UserError(f"guidance.record is {guidance.record}, but no site of guidance.sites is FP4 in the rollout; write record: none")
+
+
+def _check_training_keys(config: Config) -> None:
+    needed = config.sync.every * config.train.updates_per_batch - 1
+    if config.sync.max_staleness < needed:
+        raise UserError(
+            f"sync.max_staleness is {config.sync.max_staleness}, but with sync.every={config.sync.every} and "
+            f"train.updates_per_batch={config.train.updates_per_batch} a token is up to {needed} updates old when used; write {needed} or more"
+        )
+    if config.optimizer.name == "adam" and config.optimizer.weight_decay > 0:
+        raise UserError("optimizer.weight_decay is set, but adam has none; write name: adamw, or weight_decay: 0.0")
+    if config.train.updates_per_batch > config.rollout.prompts_per_step:
+        raise UserError(
+            f"train.updates_per_batch is {config.train.updates_per_batch}, but a batch has only {config.rollout.prompts_per_step} prompts to split; "
+            "write fewer updates or more rollout.prompts_per_step"
+        )

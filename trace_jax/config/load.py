@@ -1,0 +1,168 @@
+"""From a YAML file and dotted overrides to a checked `Config`, and back.
+
+1. Read the file; every override `a.b=value` then replaces the value at that path.
+2. Refuse unknown keys, naming the nearest known one.
+3. Put the preset of `method` below what was set: preset < file < overrides.
+4. Validate types and ranges, then combinations.
+
+Every mistake ends in one `UserError` line that says what is wrong, where, and what to write instead.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from trace_jax.config.checks import check
+from trace_jax.config.keys import leaves, nearest_key, overlay, unknown_key, value_at
+from trace_jax.config.presets import preset
+from trace_jax.config.schema import Config
+from trace_jax.config.yaml_text import dump_yaml, parse_yaml
+from trace_jax.errors import UserError
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a configuration file.
+
+    Args:
+      path: YAML file with a mapping at its top.
+      overrides: `key=value` texts with dotted keys and YAML values, applied in order.
+
+    Raises:
+      UserError: the file cannot be read, or the configuration is wrong.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; give the path of a YAML configuration") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; give the YAML file in it, such as {path / 'config.yaml'}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text; give a YAML configuration") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; give a readable YAML configuration") from None
+    values = parse_yaml(text, str(path))
+    if not isinstance(values, Mapping):
+        raise UserError(f"{path} holds {_shown(values)} at its top; write a mapping such as `steps: 200`")
+    return from_mapping(values, overrides, source=str(path))
+
+
+def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "the configuration") -> Config:
+    """Builds a configuration from nested values; arguments and errors as in `load`."""
+    base: dict[str, Any] = copy.deepcopy(dict(values))
+    parsed = [parse_override(text) for text in overrides]
+    merged = base
+    for key, value in parsed:
+        merged = _set(merged, key.split("."), value)
+    origin = _Origin(source, [key for key, _ in parsed])
+    wrong = unknown_key(merged)
+    if wrong is not None:
+        near = nearest_key(wrong)
+        hint = f"did you mean {near}?" if near else "see the keys in the README"
+        raise UserError(f"{wrong} ({origin.of(wrong)}) is not a known key; {hint}")
+    method = merged.get("method", "trace")
+    chosen = preset(method)
+    if method != base.get("method", method):
+        _refuse_contradiction(chosen, base, dict(parsed), source, method)
+    try:
+        config = Config.model_validate(overlay(chosen, merged))
+    except ValidationError as error:
+        raise UserError(_first_problem(error, origin)) from None
+    check(config)
+    return config
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Splits `a.b=value` into the dotted key and the value read as YAML.
+
+    Raises:
+      UserError: there is no `=`, no key, an empty part of the key, or the value is not YAML.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")) or key != key.strip():
+        raise UserError(f"{text!r} is not an override; write key=value, such as rollout.group_size=16")
+    return key, parse_yaml(value, f"override {key}")
+
+
+def dump(config: Config) -> str:
+    """The whole configuration as YAML; `load` of it gives an equal configuration."""
+    return dump_yaml(config.model_dump(mode="json"))
+
+
+class _Origin:
+    """Says where a key was set, for error messages."""
+
+    def __init__(self, source: str, overridden: Sequence[str]) -> None:
+        self.source = source
+        self.overridden = overridden
+
+    def of(self, key: str) -> str:
+        on_command_line = any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in self.overridden)
+        return "on the command line" if on_command_line else f"in {self.source}"
+
+
+def _set(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """A copy of nested mappings with the value at `path` replaced; a value that stood in the way is replaced too."""
+    name, rest = path[0], path[1:]
+    if not rest:
+        return {**values, name: value}
+    below = values.get(name)
+    return {**values, name: _set(below if isinstance(below, Mapping) else {}, rest, value)}
+
+
+def _refuse_contradiction(
+    chosen: Mapping[str, Any], base: Mapping[str, Any], overrides: Mapping[str, Any], source: str, method: str
+) -> None:
+    """A method given on the command line must not be undone by a file that spells out another one's keys."""
+    for key, value in leaves(chosen):
+        is_set, written = value_at(base, key)
+        overridden = any(key == name or key.startswith(f"{name}.") for name in overrides)
+        if is_set and written != value and not overridden:
+            raise UserError(
+                f"method={method} on the command line stands for {key}: {_shown(value)}, but {source} says {_shown(written)}; "
+                f"remove that line from the file, or add {key}={_shown(value)}"
+            )
+
+
+def _first_problem(error: ValidationError, origin: _Origin) -> str:
+    problems = error.errors()
+    first = problems[0]
+    key = ".".join(str(part) for part in first["loc"])
+    context = first.get("ctx", {})
+    wanted = {
+        "int_type": "write a whole number",
+        "float_type": "write a number",
+        "bool_type": "write true or false",
+        "string_type": "write text",
+        "tuple_type": "write a list",
+        "dict_type": "write a mapping",
+        "model_type": "write a mapping",
+        "literal_error": f"write one of: {str(context.get('expected', '')).replace(' or ', ', ').replace(chr(39), '')}",
+        "value_error": str(context.get("error", "")),
+        "finite_number": "write a finite number",
+        "greater_than": f"it must be greater than {context.get('gt')}",
+        "greater_than_equal": f"it must be at least {context.get('ge')}",
+        "less_than": f"it must be less than {context.get('lt')}",
+        "less_than_equal": f"it must be at most {context.get('le')}",
+    }.get(first["type"], first["msg"])
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{key} is {_shown(first['input'])} ({origin.of(key)}); {wanted}{more}"
+
+
+def _shown(value: Any) -> str:
+    """A value as a person wrote it: YAML words, shortened, on one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str) and value.isidentifier():
+        return value
+    if isinstance(value, Mapping):
+        return "a mapping"
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

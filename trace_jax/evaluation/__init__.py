@@ -1,0 +1,1 @@
+"""Measuring a policy: pass rate at a rollout precision, and the divergence between trainer and rollout."""

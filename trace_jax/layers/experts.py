@@ -1,0 +1,94 @@
+"""The expert block: gated feed-forward networks of which each token uses k.
+
+Two implementations of one function. `dense` multiplies every token with every expert as two plain matrix products and
+folds the mixing weight into the second one's input; it wins while all experts of a layer are small. `ragged` sorts the
+token copies by expert and uses grouped products; its cost follows k, not E. The two round differently, so rollout and
+trainer must use the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+DENSE_PARAMETERS_LIMIT = 1 << 20
+"""Largest parameter count of one layer's experts for which `auto` takes the dense implementation."""
+
+
+class ExpertWeights(NamedTuple):
+    """Weights of one layer's experts, contraction axis last."""
+
+    gate: Float[Array, "E F D"]
+    up: Float[Array, "E F D"]
+    down: Float[Array, "E D F"]
+
+
+QuantizeHidden = Callable[[Float[Array, "*rows F"]], Float[Array, "*rows F"]]
+
+
+def choose_implementation(requested: str, num_experts: int, hidden_size: int, expert_hidden_size: int) -> str:
+    """Resolves `auto` to `dense` or `ragged` from the size of one layer's experts."""
+    if requested != "auto":
+        return requested
+    parameters = 3 * num_experts * hidden_size * expert_hidden_size
+    return "dense" if parameters <= DENSE_PARAMETERS_LIMIT else "ragged"
+
+
+def apply_experts(
+    x: Float[Array, "N D"],
+    ids: Int[Array, "N k"],
+    mixing: Float[Array, "N k"],
+    weights: ExpertWeights,
+    quantize_hidden: QuantizeHidden,
+    implementation: str,
+) -> Float[Array, "N D"]:
+    """Sums the k selected experts of every token, weighted.
+
+    Args:
+      x: expert input, already quantized where the plan says so.
+      ids: expert ids, int32.
+      mixing: weights of the selected experts, float32.
+      weights: expert weights in the compute dtype.
+      quantize_hidden: rounds the input of the down projection; blocks run along the last axis.
+      implementation: `dense` or `ragged`.
+
+    Returns:
+      `[N, D]` in the dtype of `x`.
+    """
+    return {"dense": _dense, "ragged": _ragged}[implementation](x, ids, mixing, weights, quantize_hidden)
+
+
+def _silu_gate(gate: Array, up: Array) -> Array:
+    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def _dense(x: Array, ids: Array, mixing: Array, weights: ExpertWeights, quantize_hidden: QuantizeHidden) -> Array:
+    num_experts, hidden, width = weights.gate.shape
+    one_hot = jax.nn.one_hot(ids, num_experts, dtype=jnp.float32)
+    mixing_per_expert = jnp.sum(one_hot * mixing[:, :, None], axis=1)
+    gate = x @ weights.gate.reshape(num_experts * hidden, width).T
+    up = x @ weights.up.reshape(num_experts * hidden, width).T
+    activation = quantize_hidden(_silu_gate(gate, up).reshape(-1, num_experts, hidden))
+    folded = (activation.astype(jnp.float32) * mixing_per_expert[:, :, None]).astype(x.dtype)
+    down = jnp.swapaxes(weights.down, 1, 2).reshape(num_experts * hidden, width)
+    return folded.reshape(-1, num_experts * hidden) @ down
+
+
+def _ragged(x: Array, ids: Array, mixing: Array, weights: ExpertWeights, quantize_hidden: QuantizeHidden) -> Array:
+    tokens, k = ids.shape
+    num_experts = weights.gate.shape[0]
+    flat_ids = ids.reshape(-1)
+    order = jnp.argsort(flat_ids, stable=True)
+    group_sizes = jnp.bincount(flat_ids, length=num_experts).astype(jnp.int32)
+    rows = x[order // k]
+    gate = jax.lax.ragged_dot(rows, jnp.swapaxes(weights.gate, 1, 2), group_sizes)
+    up = jax.lax.ragged_dot(rows, jnp.swapaxes(weights.up, 1, 2), group_sizes)
+    hidden = quantize_hidden(_silu_gate(gate, up))
+    output = jax.lax.ragged_dot(hidden, jnp.swapaxes(weights.down, 1, 2), group_sizes)
+    unsorted = jnp.zeros_like(output).at[order].set(output, unique_indices=True)
+    weighted = unsorted.reshape(tokens, k, -1).astype(jnp.float32) * mixing[:, :, None]
+    return jnp.sum(weighted, axis=1).astype(x.dtype)

@@ -1,0 +1,51 @@
+"""Log-probabilities and entropy of a vocabulary distribution, in slices so that the logits never exist as a whole."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+LOGITS_LIMIT = 1 << 24
+"""Largest number of logits held at once; beyond it the time axis is processed in slices."""
+
+
+def logits_of(hidden: Float[Array, "*rows D"], head: Float[Array, "V D"]) -> Float[Array, "*rows V"]:
+    """Logits in float32 from hidden states; the head is used in the dtype of `hidden`."""
+    return jnp.matmul(hidden, head.astype(hidden.dtype).T, preferred_element_type=jnp.float32)
+
+
+def token_logprobs(
+    hidden: Float[Array, "B T D"], head: Float[Array, "V D"], targets: Int[Array, "B T"], temperature: Float[Array, " B"]
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Log-probability of `targets[:, t]` given `hidden[:, t]`, and the entropy of that distribution.
+
+    Args:
+      temperature: the logits of a sequence are divided by its temperature first; 0 (greedy) counts as 1.
+
+    Returns:
+      `(logp, entropy)` in float32, nats.
+    """
+    batch, length, _ = hidden.shape
+    divisor = jnp.where(temperature > 0, temperature, 1.0)[:, None, None]
+
+    def of_slice(hidden: Array, targets: Array) -> tuple[Array, Array]:
+        logp = jax.nn.log_softmax(logits_of(hidden, head) / divisor, axis=-1)
+        chosen = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
+        entropy = -jnp.sum(jnp.exp(logp) * jnp.maximum(logp, -1e30), axis=-1)
+        return chosen, entropy
+
+    width = max(1, LOGITS_LIMIT // (batch * head.shape[0]))
+    if width >= length:
+        return of_slice(hidden, targets)
+    slices = -(-length // width)
+    padding = slices * width - length
+    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))).reshape(batch, slices, width, -1)
+    targets = jnp.pad(targets, ((0, 0), (0, padding))).reshape(batch, slices, width)
+    step = jax.checkpoint(lambda _, xs: (None, of_slice(*xs)))
+    _, (logp, entropy) = jax.lax.scan(step, None, (jnp.moveaxis(hidden, 1, 0), jnp.moveaxis(targets, 1, 0)))
+
+    def merge(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :length]
+
+    return merge(logp), merge(entropy)

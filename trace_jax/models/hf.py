@@ -1,0 +1,152 @@
+"""Hugging Face checkpoint directories: strict reading, atomic writing.
+
+A family's folder carries the name of its Hugging Face `model_type`; its modules `hf_config` and `params` know the config
+keys and the tensor names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from trace_jax.errors import UserError
+from trace_jax.models.registry import FAMILIES
+from trace_jax.models.tensor_files import TensorFiles, read_json, write_tensors
+
+STORED_DTYPES = ("bfloat16", "float16", "float32")
+MAX_SHARD_BYTES = 5_000_000_000
+
+CARRIED_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+"""Files that belong to the tokenizer or the sampling defaults and do not depend on the weights."""
+
+
+class HfCheckpoint(NamedTuple):
+    """A checkpoint in our terms.
+
+    Args:
+      family: folder name below `trace_jax.models`.
+      config: the family's config.
+      params: nested dict of float32 NumPy arrays.
+    """
+
+    family: str
+    config: Any
+    params: dict[Any, Any]
+
+
+def load_hf_directory(path: str | Path) -> HfCheckpoint:
+    """Reads config.json and every tensor; each parameter is filled exactly once and each file key is accounted for.
+
+    Args:
+      path: directory with config.json and safetensors (one file, or shards with an index).
+
+    Raises:
+      UserError: the directory is incomplete or damaged, its family or configuration is not supported, or its tensors
+        are not exactly those of the config.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory; give the directory of a Hugging Face checkpoint")
+    config_json = read_json(directory / "config.json")
+    family = config_json.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise UserError(f"{directory}: config.json: model_type is {family!r}; take a checkpoint of a supported type: {', '.join(FAMILIES)}")
+    try:
+        config = _module(family, "hf_config").from_hf(config_json)
+    except UserError as error:
+        raise UserError(f"{directory}: {error}") from error
+    with TensorFiles(directory) as files:
+        params = _module(family, "params").from_hf_tensors(config, files)
+    return HfCheckpoint(family, config, params)
+
+
+def save_hf_directory(
+    path: str | Path,
+    family: str,
+    config: Any,
+    params: dict[Any, Any],
+    *,
+    dtype: DTypeLike = "bfloat16",
+    tokenizer_dir: str | Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes a directory that transformers and vLLM load; it appears complete or not at all.
+
+    Args:
+      path: target; must not exist, or be an empty directory.
+      family: folder name below `trace_jax.models`.
+      config: the family's config.
+      params: nested dict of NumPy or JAX arrays, as the family's `params` module describes.
+      dtype: `bfloat16`, `float16` or `float32`; values are rounded to nearest even.
+      tokenizer_dir: directory whose tokenizer and generation files are copied over.
+      max_shard_bytes: tensors beyond this size are spread over several files.
+
+    Raises:
+      UserError: the target exists, the tokenizer directory has no known file, the parameters do not fit the config or
+        are not finite, or the disk refuses.
+    """
+    target, stored = Path(os.path.abspath(path)), np.dtype(dtype)
+    if stored.name not in STORED_DTYPES:
+        raise UserError(f"dtype {stored.name} cannot be stored; write one of {', '.join(STORED_DTYPES)}")
+    hf_config, mapping = _module(family, "hf_config"), _module(family, "params")
+    carried = _carried_files(tokenizer_dir)
+    with _appearing(target) as directory:
+        write_tensors(directory, mapping.hf_names(config), mapping.to_hf_tensors(config, params), stored, max_shard_bytes)
+        config_json = {**hf_config.to_hf(config), "torch_dtype": stored.name}
+        (directory / "config.json").write_text(json.dumps(config_json, indent=2, sort_keys=True) + "\n")
+        for file in carried:
+            shutil.copyfile(file, directory / file.name)
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """A new directory beside `target` that takes its name on success and vanishes on failure."""
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(f"{target} exists and is not an empty directory; remove it or choose another name")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for file in temporary.iterdir():
+            _flush_to_disk(file)
+        temporary.rename(target)
+        _flush_to_disk(target.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error}; free space or choose another directory") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _carried_files(tokenizer_dir: str | Path | None) -> list[Path]:
+    if tokenizer_dir is None:
+        return []
+    files = [Path(tokenizer_dir) / name for name in CARRIED_FILES]
+    found = [file for file in files if file.is_file()]
+    if not found:
+        raise UserError(f"{tokenizer_dir} holds no tokenizer or generation file such as tokenizer.json; give a tokenizer directory")
+    return found
+
+
+def _module(family: str, name: str) -> ModuleType:
+    return importlib.import_module(f"trace_jax.models.{family}.{name}")

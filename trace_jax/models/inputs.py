@@ -1,0 +1,92 @@
+"""What a decoder's forward pass takes and returns, whatever the family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from trace_jax.layers.kv_cache import KVCache
+from trace_jax.quantization.multipliers import Multipliers
+from trace_jax.quantization.plan import UNQUANTIZED, QuantPlan
+from trace_jax.quantization.sites import Captured, GuideBatch
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """Static choices of a forward pass.
+
+    Args:
+      plan: what is rounded where.
+      compute_dtype: `bfloat16` or `float32`.
+      experts_implementation: `dense` or `ragged`; rollout and trainer must agree.
+      remat: whether layer activations are recomputed in the backward pass.
+      capture: sites whose codes and scales are returned.
+      observe: `amax` returns the largest magnitude per site and layer, `values` the site values before and after rounding.
+      measure_parity: whether guided sites report how often nearest rounding agrees with the record.
+    """
+
+    plan: QuantPlan = UNQUANTIZED
+    compute_dtype: str = "bfloat16"
+    experts_implementation: str = "dense"
+    remat: bool = False
+    capture: tuple[str, ...] = ()
+    observe: str | None = None
+    measure_parity: bool = False
+
+
+class SiteValues(NamedTuple):
+    """A site's values before and after rounding."""
+
+    before: Array
+    after: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ForwardInputs:
+    """Arrays of a forward pass.
+
+    Args:
+      tokens: int32 token ids.
+      positions: int32 positions within the sequence; also the cache slots.
+      mask: which keys a query sees: `[B, T, T]`, or `[B, T, S]` over the slots of a cache.
+      multipliers: static decode multipliers per site and layer.
+      routes: expert ids to replay, -1 where the router is free.
+      guides: the rollout's guidance record.
+      cache: keys and values of earlier tokens; the forward appends to it.
+    """
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    mask: Bool[Array, "B T S"]
+    multipliers: Multipliers
+    routes: Int[Array, "B T L k"] | None = None
+    guides: GuideBatch | None = None
+    cache: KVCache | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ForwardOutput:
+    """Results of a forward pass.
+
+    Args:
+      hidden: final hidden states after the last norm, compute dtype.
+      routes: expert ids that were used.
+      own_routes: what the router would have chosen; equal to `routes` without replay.
+      captured: per site, codes and scales with a leading layer axis.
+      observed: per site, amax `[L]` or `SiteValues` with axes `[L, B, T, ...]`.
+      parity: per guided site, (sum, count) of agreement, each `[L]`.
+      cache: the cache with the new tokens, None without one.
+    """
+
+    hidden: Float[Array, "B T D"]
+    routes: Int[Array, "B T L k"]
+    own_routes: Int[Array, "B T L k"]
+    captured: dict[str, Captured]
+    observed: dict[str, Any]
+    parity: dict[str, tuple[Array, Array]]
+    cache: KVCache | None

@@ -1,0 +1,44 @@
+"""A policy: a model family, its config, and the choices both paths must share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trace_jax.layers.experts import choose_implementation
+from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
+from trace_jax.models.registry import ModelConfig, Params, apply, output_head
+from trace_jax.quantization.plan import QuantPlan
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Static description of a policy; the parameters and multipliers are passed beside it.
+
+    Args:
+      family: model family, see `trace_jax.models.registry`.
+      config: the family's config.
+      compute_dtype: `bfloat16` or `float32`.
+      experts_implementation: `auto`, `dense` or `ragged`; the same for rollout and trainer, because they round differently.
+      remat: whether the trainer recomputes layer activations.
+    """
+
+    family: str
+    config: ModelConfig
+    compute_dtype: str = "bfloat16"
+    experts_implementation: str = "auto"
+    remat: bool = False
+
+    def options(self, plan: QuantPlan, **changes: Any) -> ForwardOptions:
+        """Forward options of this policy under a quantization plan."""
+        config = self.config
+        experts = choose_implementation(self.experts_implementation, config.num_experts, config.hidden_size, config.expert_hidden_size)
+        return ForwardOptions(plan=plan, compute_dtype=self.compute_dtype, experts_implementation=experts, **changes)
+
+    def forward(self, params: Params, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
+        """The forward pass."""
+        return apply(self.family, self.config, params, inputs, options)
+
+    def head(self, params: Params) -> Any:
+        """The output head `[V, D]`."""
+        return output_head(self.family, self.config, params)

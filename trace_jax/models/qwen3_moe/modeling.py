@@ -1,0 +1,272 @@
+"""Qwen3-MoE in Flax NNX.
+
+The modules hold float32 masters in the torch layout `[out, in]`, so that the contraction axis is last and the
+quantization blocks run along it. The forward pass, in order:
+
+1. Embed the tokens in the compute dtype.
+2. For each layer of the scanned group: attention over rounded keys and values (after RoPE; the newest included), then
+   the experts: route, round the expert input once per token, fake-quantize the experts' weights, round the input of the
+   down projection.
+3. Normalise. `logits` multiplies with the output head in float32.
+
+Source: Qwen3 technical report, arXiv 2505.09388, and the layout of its Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from pallas_kernels import round_to_bf16
+from trace_jax.layers.attention import attend
+from trace_jax.layers.experts import ExpertWeights, apply_experts
+from trace_jax.layers.kv_cache import KVCache, append, read
+from trace_jax.layers.norm import rms_norm
+from trace_jax.layers.rope import apply_rope
+from trace_jax.layers.router import route
+from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput, SiteValues
+from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
+from trace_jax.quantization.sites import parity_agreement, round_site
+from trace_jax.quantization.weights import fake_quant_experts
+
+
+class Attention(nnx.Module):
+    """Projections and per-head norms of one layer's attention."""
+
+    def __init__(self, config: Qwen3MoeConfig, rngs: nnx.Rngs):
+        width, head = config.hidden_size, config.head_dim
+        query, key = config.num_heads * head, config.num_kv_heads * head
+        self.q_proj = _linear(rngs, query, width)
+        self.k_proj = _linear(rngs, key, width)
+        self.v_proj = _linear(rngs, key, width)
+        self.o_proj = _linear(rngs, width, query, gain=(2 * config.num_layers) ** -0.5)
+        self.q_norm = nnx.Param(jnp.ones(head, jnp.float32))
+        self.k_norm = nnx.Param(jnp.ones(head, jnp.float32))
+        if config.attention_bias:
+            self.q_bias = nnx.Param(jnp.zeros(query, jnp.float32))
+            self.k_bias = nnx.Param(jnp.zeros(key, jnp.float32))
+            self.v_bias = nnx.Param(jnp.zeros(key, jnp.float32))
+            self.o_bias = nnx.Param(jnp.zeros(width, jnp.float32))
+
+
+class Experts(nnx.Module):
+    """Weights of one layer's experts: `gate`, `up` `[E, F, D]` and `down` `[E, D, F]`."""
+
+    def __init__(self, config: Qwen3MoeConfig, rngs: nnx.Rngs):
+        count, hidden, width = config.num_experts, config.expert_hidden_size, config.hidden_size
+        self.gate = _linear(rngs, count, hidden, width)
+        self.up = _linear(rngs, count, hidden, width)
+        self.down = _linear(rngs, count, width, hidden, gain=(2 * config.num_layers) ** -0.5)
+
+    def weights(self) -> ExpertWeights:
+        """The masters as a tuple."""
+        return ExpertWeights(self.gate[...], self.up[...], self.down[...])
+
+
+class Layer(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: Qwen3MoeConfig, rngs: nnx.Rngs):
+        self.input_norm = nnx.Param(jnp.ones(config.hidden_size, jnp.float32))
+        self.attention = Attention(config, rngs)
+        self.post_attention_norm = nnx.Param(jnp.ones(config.hidden_size, jnp.float32))
+        self.router = _linear(rngs, config.num_experts, config.hidden_size)
+        self.experts = Experts(config, rngs)
+
+
+class Table(nnx.Module):
+    """A `[V, D]` matrix: the embedding or the output head."""
+
+    def __init__(self, config: Qwen3MoeConfig, rngs: nnx.Rngs):
+        self.weight = nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32))
+
+
+class Qwen3Moe(nnx.Module):
+    """The decoder; its layers are one group, stacked along the leading axis."""
+
+    def __init__(self, config: Qwen3MoeConfig, rngs: nnx.Rngs):
+        self.embed = Table(config, rngs)
+        stack = nnx.vmap(lambda keys: Layer(config, keys), in_axes=0, out_axes=0)
+        self.groups = nnx.List([stack(rngs.split(config.num_layers))])
+        self.final_norm = nnx.Param(jnp.ones(config.hidden_size, jnp.float32))
+        if not config.tie_embeddings:
+            self.lm_head = Table(config, rngs)
+
+
+MODULE = Qwen3Moe
+
+def forward(model: Qwen3Moe, config: Qwen3MoeConfig, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
+    """Runs the decoder.
+
+    Args:
+      model: merged NNX module with float32 (or compute-dtype) parameters.
+      config: shape of the model; static.
+      inputs: tokens, positions, mask and the optional replay, guidance and cache.
+      options: static choices.
+
+    Returns:
+      Hidden states and everything that was asked for, see `ForwardOutput`.
+    """
+    dtype = jnp.dtype(options.compute_dtype)
+    x = model.embed.weight[...][inputs.tokens].astype(dtype)
+    graphdef, stacked = nnx.split(model.groups[0])
+    layer_ids = jnp.arange(config.num_layers, dtype=jnp.int32)
+    routes = None if inputs.routes is None else jnp.moveaxis(inputs.routes, 2, 0)
+
+    def body(carry: tuple[Array, KVCache | None], xs: Any) -> tuple[tuple[Array, KVCache | None], dict[str, Any]]:
+        state, layer_id, multipliers, replay = xs
+        layer = nnx.merge(graphdef, state)
+        x, cache = carry
+        x, cache, extras = _attention_block(layer, config, x, cache, layer_id, multipliers, inputs, options)
+        x, more = _expert_block(layer, config, x, layer_id, multipliers, replay, inputs, options)
+        return (x, cache), {name: extras.get(name, {}) | more.get(name, {}) for name in extras | more}
+
+    if options.remat:
+        body = jax.checkpoint(body)
+    (x, cache), extras = jax.lax.scan(body, (x, inputs.cache), (stacked, layer_ids, inputs.multipliers, routes))
+    return ForwardOutput(
+        hidden=_normed(x, model.final_norm, config),
+        routes=jnp.moveaxis(extras["routes"]["used"], 0, 2),
+        own_routes=jnp.moveaxis(extras["routes"]["own"], 0, 2),
+        captured=extras["captured"],
+        observed=extras["observed"],
+        parity=extras["parity"],
+        cache=cache,
+    )
+
+
+def output_head(model: Qwen3Moe, config: Qwen3MoeConfig) -> Float[Array, "V D"]:
+    """The matrix that turns hidden states into logits."""
+    return model.embed.weight[...] if config.tie_embeddings else model.lm_head.weight[...]
+
+
+def _attention_block(
+    layer: Layer,
+    config: Qwen3MoeConfig,
+    x: Array,
+    cache: KVCache | None,
+    layer_id: Array,
+    multipliers: dict[str, Array],
+    inputs: ForwardInputs,
+    options: ForwardOptions,
+) -> tuple[Array, KVCache | None, dict[str, dict[str, Any]]]:
+    attention = layer.attention
+    normed = _normed(x, layer.input_norm, config)
+
+    def project(name: str, heads: int) -> Array:
+        y = normed @ getattr(attention, f"{name}_proj")[...].astype(x.dtype).T
+        if config.attention_bias:
+            y = y + getattr(attention, f"{name}_bias")[...].astype(x.dtype)[None, None, :]
+        return y.reshape(*y.shape[:2], heads, config.head_dim)
+
+    query = _normed(project("q", config.num_heads), attention.q_norm, config)
+    key = _normed(project("k", config.num_kv_heads), attention.k_norm, config)
+    query = apply_rope(query, inputs.positions, config.rope_theta)
+    key = apply_rope(key, inputs.positions, config.rope_theta)
+    value = project("v", config.num_kv_heads)
+
+    extras = _site_extras()
+    rounded_key = _round("k", key, layer_id, multipliers, inputs, options, extras, lead=1)
+    rounded_value = _round("v", value, layer_id, multipliers, inputs, options, extras, lead=1)
+    if cache is not None:
+        cache = KVCache(
+            append(cache.k, layer_id, inputs.positions, rounded_key, extras["kept"].get("k")),
+            append(cache.v, layer_id, inputs.positions, rounded_value, extras["kept"].get("v")),
+        )
+        rounded_key = read(cache.k, layer_id, config.head_dim, multipliers.get("k"), x.dtype)
+        rounded_value = read(cache.v, layer_id, config.head_dim, multipliers.get("v"), x.dtype)
+    del extras["kept"]
+    attended = attend(query, rounded_key, rounded_value, inputs.mask)
+    update = attended.reshape(*x.shape[:2], -1) @ attention.o_proj[...].astype(x.dtype).T
+    if config.attention_bias:
+        update = update + attention.o_bias[...].astype(x.dtype)[None, None, :]
+    return x + update, cache, extras
+
+
+def _expert_block(
+    layer: Layer,
+    config: Qwen3MoeConfig,
+    x: Array,
+    layer_id: Array,
+    multipliers: dict[str, Array],
+    replay: Array | None,
+    inputs: ForwardInputs,
+    options: ForwardOptions,
+) -> tuple[Array, dict[str, dict[str, Any]]]:
+    normed = _normed(x, layer.post_attention_norm, config)
+    logits = jnp.matmul(normed, layer.router[...].astype(x.dtype).T, preferred_element_type=jnp.float32)
+    ids, mixing, own = route(logits, config.experts_per_token, config.norm_topk_prob, replay)
+
+    extras = _site_extras()
+    rounded = _round("expert_input", normed, layer_id, multipliers, inputs, options, extras, lead=0)
+    del extras["kept"]
+    weights = fake_quant_experts(layer.experts.weights(), options.plan.weights)
+
+    def quantize_hidden(hidden: Array) -> Array:
+        if options.observe == "amax":
+            extras["observed"]["down_input"] = jnp.max(jnp.abs(hidden)).astype(jnp.float32)
+        plan = options.plan.down_input
+        return round_site("down_input", hidden, plan, multipliers.get("down_input"), per_token=options.plan.per_token)[0]
+
+    flat = (-1, config.hidden_size)
+    k = config.experts_per_token
+    update = apply_experts(
+        rounded.reshape(flat),
+        ids.reshape(-1, k),
+        mixing.reshape(-1, k),
+        ExpertWeights(*(w.astype(x.dtype) for w in weights)),
+        quantize_hidden,
+        options.experts_implementation,
+    )
+    return x + update.reshape(x.shape), {**extras, "routes": {"used": ids, "own": own}}
+
+
+def _normed(x: Array, weight: nnx.Param, config: Qwen3MoeConfig) -> Array:
+    # An engine holds norm weights in BF16. A cast to BF16 and back could be folded away by XLA on GPU, so the master is
+    # rounded arithmetically.
+    scale = weight[...]
+    if x.dtype == jnp.bfloat16 and scale.dtype == jnp.float32:
+        scale = round_to_bf16(scale)
+    return rms_norm(x, scale, config.rms_norm_eps)
+
+
+def _site_extras() -> dict[str, dict[str, Any]]:
+    return {"captured": {}, "observed": {}, "parity": {}, "kept": {}}
+
+
+def _round(
+    site: str,
+    x: Array,
+    layer_id: Array,
+    multipliers: dict[str, Array],
+    inputs: ForwardInputs,
+    options: ForwardOptions,
+    extras: dict[str, dict[str, Any]],
+    lead: int,
+) -> Array:
+    plan, multiplier = options.plan.site(site), multipliers.get(site)
+    if options.observe == "amax":
+        extras["observed"][site] = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    guide = inputs.guides.of(site, layer_id, lead) if plan.guided and inputs.guides is not None else None
+    wanted = site in options.capture or (inputs.cache is not None and site in ("k", "v"))
+    rounded, captured = round_site(site, x, plan, multiplier, per_token=options.plan.per_token, guide=guide, capture=wanted)
+    if options.observe == "values":
+        extras["observed"][site] = SiteValues(x, rounded)
+    if captured is not None:
+        extras["kept"][site] = captured
+        if site in options.capture:
+            extras["captured"][site] = captured
+    if options.measure_parity and guide is not None and guide.kind != "scales":
+        extras["parity"][site] = parity_agreement(x, rounded, guide, plan, multiplier)
+    return rounded
+
+
+def _linear(rngs: nnx.Rngs, *shape: int, gain: float = 1.0) -> nnx.Param:
+    deviation = gain * shape[-1] ** -0.5
+    return nnx.Param(deviation * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+

@@ -1,0 +1,103 @@
+"""The table of model families and the functional face every family shares.
+
+Parameters travel as a plain nested dict of arrays (`nnx.to_pure_dict`); the NNX module exists only while a forward pass
+is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from trace_jax.errors import UserError
+from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
+from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
+
+Params = dict[str, Any]
+"""Nested dict of parameters."""
+
+ModelConfig = Qwen3MoeConfig
+"""Config of any supported family."""
+
+FAMILIES: dict[str, type[ModelConfig]] = {"qwen3_moe": Qwen3MoeConfig}
+"""Family name -> its config class. The module `trace_jax.models.<family>.modeling` holds the rest."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The functions of a family: module class, forward pass, output head, and its names in Hugging Face checkpoints."""
+
+    module: Callable[..., nnx.Module]
+    forward: Callable[..., ForwardOutput]
+    output_head: Callable[..., Array]
+    key_map: Callable[..., list[Any]]
+
+
+@functools.cache
+def family_of(name: str) -> Family:
+    """Looks a family up by name.
+
+    Raises:
+      UserError: there is no such family.
+    """
+    if name not in FAMILIES:
+        raise UserError(f"model.family {name!r} is not supported; write one of: {', '.join(FAMILIES)}")
+    modeling = importlib.import_module(f"trace_jax.models.{name}.modeling")
+    params = importlib.import_module(f"trace_jax.models.{name}.params")
+    return Family(modeling.MODULE, modeling.forward, modeling.output_head, params.key_map)
+
+
+def config_from_dict(family: str, values: dict[str, Any]) -> ModelConfig:
+    """Builds a family's config from a mapping (the `model.config` of a YAML file)."""
+    family_of(family)
+    return FAMILIES[family].from_dict(values)
+
+
+@functools.cache
+def _skeleton(family: str, config: ModelConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: family_of(family).module(config, nnx.Rngs(0))))
+
+
+def init_params(family: str, config: ModelConfig, key: Array) -> Params:
+    """Random float32 parameters."""
+
+    @jax.jit
+    def build(key: Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(family_of(family).module(config, nnx.Rngs(params=key)), nnx.Param))
+
+    return build(key)
+
+
+def param_shapes(family: str, config: ModelConfig) -> Params:
+    """The parameter tree as `jax.ShapeDtypeStruct` leaves."""
+    return nnx.to_pure_dict(_skeleton(family, config)[1])
+
+
+def apply(family: str, config: ModelConfig, params: Params, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
+    """The forward pass of a family as a pure function of its parameters."""
+    return family_of(family).forward(bind(family, config, params), config, inputs, options)
+
+
+def output_head(family: str, config: ModelConfig, params: Params) -> Float[Array, "V D"]:
+    """The matrix that turns hidden states into logits."""
+    return family_of(family).output_head(bind(family, config, params), config)
+
+
+def bind(family: str, config: ModelConfig, params: Params) -> Any:
+    """The NNX module that holds `params`."""
+    graphdef, state = _skeleton(family, config)
+    state = jax.tree.map(lambda x: x, state)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)
+
+
+def key_map(family: str, config: ModelConfig) -> list[Any]:
+    """Hugging Face name, shape, path and position of every tensor of a checkpoint."""
+    return family_of(family).key_map(config)

@@ -1,0 +1,200 @@
+"""Safetensors in a Hugging Face directory: one file, or shards with an index; read tensor by tensor, written in order."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from trace_jax.errors import UserError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOAT_DTYPES = {"BF16", "F16", "F32"}
+
+NamedShapes = list[tuple[str, tuple[int, ...]]]
+
+
+class TensorFiles:
+    """Read access to every tensor of a directory; a context manager that keeps the files mapped.
+
+    Args:
+      directory: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
+
+    Raises:
+      UserError: no safetensors, a missing or damaged file, an index that does not fit its shards, a tensor in two shards.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._stack = contextlib.ExitStack()
+        self._file_of: dict[str, str] = {}
+        self._handles: dict[str, Any] = {}
+        try:
+            index = self._read_index()
+            for file in [SINGLE_FILE] if index is None else sorted(set(index.values())):
+                self._open(file)
+            if index is not None and index != self._file_of:
+                names = sorted(name for name in index.keys() | self._file_of.keys() if index.get(name) != self._file_of.get(name))
+                raise UserError(f"{directory}: {INDEX_FILE} and the shards disagree about {listed(names)}; download the checkpoint again")
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return tuple(self._handles[self._file_of[name]].get_slice(name).get_shape())
+
+    def read(self, name: str) -> Float[np.ndarray, "*shape"]:
+        """One tensor as float32, whatever float type the file holds.
+
+        Raises:
+          UserError: the tensor is not of type BF16, F16 or F32, or holds NaN or infinity.
+        """
+        file = self._file_of[name]
+        dtype = self._handles[file].get_slice(name).get_dtype()
+        if dtype not in FLOAT_DTYPES:
+            raise UserError(f"{self.directory / file}: {name} has type {dtype}; import the unquantized BF16, F16 or F32 checkpoint")
+        tensor = self._handles[file].get_tensor(name).astype(np.float32)
+        if not np.isfinite(tensor).all():
+            raise UserError(f"{self.directory / file}: {name} holds NaN or infinity; the checkpoint is damaged: take an earlier one")
+        return tensor
+
+    def _read_index(self) -> dict[str, str] | None:
+        """Tensor name -> shard file, or None where a single file holds everything."""
+        path, single = self.directory / INDEX_FILE, self.directory / SINGLE_FILE
+        if not path.exists():
+            if single.exists():
+                return None
+            others = sorted(file.name for pattern in ("*.safetensors", "*.bin") for file in self.directory.glob(pattern))
+            found = f" (found {listed(others)})" if others else ""
+            raise UserError(
+                f"{self.directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{found}; download the whole safetensors checkpoint"
+            )
+        if single.exists():
+            raise UserError(f"{self.directory} has both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is stale")
+        weight_map = read_json(path).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+            raise UserError(f"{path}: weight_map is missing or not a mapping of tensor names to files; download the index again")
+        missing = sorted(file for file in set(weight_map.values()) if Path(file).name != file or not (self.directory / file).is_file())
+        if missing:
+            raise UserError(f"{self.directory} lacks {listed(missing)}, named in {INDEX_FILE}; download the missing shards")
+        return weight_map
+
+    def _open(self, file: str) -> None:
+        path = self.directory / file
+        try:
+            handle = self._stack.enter_context(safe_open(path, framework="np"))
+            names = list(handle.keys())
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is truncated or not a safetensors file ({error}); download it again") from error
+        twice = sorted(set(names) & self._file_of.keys())
+        if twice:
+            raise UserError(f"{path} and {self._file_of[twice[0]]} both hold {listed(twice)}; download the checkpoint again")
+        self._handles[file] = handle
+        self._file_of.update(dict.fromkeys(names, file))
+
+
+def write_tensors(
+    directory: Path,
+    shapes: NamedShapes,
+    tensors: Iterable[tuple[str, Float[np.ndarray, "*shape"]]],
+    dtype: np.dtype,
+    max_shard_bytes: int,
+) -> None:
+    """Writes tensors to one file, or to shards with an index where they exceed `max_shard_bytes`.
+
+    Args:
+      directory: existing folder.
+      shapes: names and shapes of all tensors, in the order of `tensors`; the shards are planned from it.
+      tensors: names and float32 values; consumed one shard at a time.
+      dtype: stored type; float32 is rounded to nearest even.
+      max_shard_bytes: limit of one file's tensors; a larger tensor gets a file of its own.
+
+    Raises:
+      UserError: a value is not finite in `dtype`.
+      OSError: the file cannot be written.
+    """
+    shards = plan_shards(shapes, dtype.itemsize, max_shard_bytes)
+    stream = iter(tensors)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        shard = {}
+        for expected in names:
+            name, values = next(stream)
+            if name != expected:
+                raise ValueError(f"tensor {name} came where {expected} was planned; give shapes and tensors in one order")
+            shard[name] = _narrow(name, values, dtype)
+            weight_map[name] = file
+        try:
+            save_file(shard, directory / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+    if len(shards) > 1:
+        total = sum(int(np.prod(shape)) for _, shape in shapes) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def plan_shards(shapes: NamedShapes, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
+    """Cuts an ordered list of tensors into consecutive shards of at most `max_shard_bytes`."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, shape in shapes:
+        size = int(np.prod(shape, dtype=np.int64)) * itemsize
+        if shards[-1] and used + size > max_shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file whose top level is a mapping.
+
+    Raises:
+      UserError: the file is missing, no JSON, or not a mapping.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist; give the directory of a complete Hugging Face checkpoint") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} is not readable JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object; download it again")
+    return content
+
+
+def listed(names: list[str], limit: int = 8) -> str:
+    """Names for an error line: all of them, or the first few and how many more there are."""
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _narrow(name: str, values: Float[np.ndarray, "*shape"], dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = np.ascontiguousarray(values, dtype=np.float32).astype(dtype)
+    if not np.isfinite(narrow).all():
+        raise UserError(f"{name} holds NaN, infinity or a value too large for {dtype.name}; take an earlier checkpoint or a wider dtype")
+    return narrow

@@ -1,0 +1,74 @@
+"""``trace-jax report``: from run directories to one HTML file and one PNG."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from trace_jax.errors import UserError
+from trace_jax.report.html import png_bytes, render_html
+from trace_jax.report.sections import SECTIONS
+from trace_jax.report.series import Run, load_runs
+from trace_jax.report.style import new_figure, styled
+
+OVERVIEW = (
+    "Reward at rollout precision",
+    "KL of rollout and trainer",
+    "Answer length",
+    "Audited code agreement",
+    "Size of the record",
+    "Time per step",
+)
+"""The panels of the PNG."""
+
+
+def report(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
+    """Writes the report of one run, or of several over each other.
+
+    Args:
+        run_dirs: run directories with a ``metrics.jsonl``. Metrics that a run lacks are shown as "not recorded".
+        out: the HTML file; an overview as PNG is written beside it, with the same name. Both are replaced atomically.
+
+    Returns:
+        The path of the HTML file.
+
+    Raises:
+        UserError: if a run cannot be read, or the files cannot be written.
+    """
+    runs = load_runs(run_dirs)
+    path = Path(out)
+    if path.suffix != ".html":
+        raise UserError(f"{path}: the report is an HTML file; give a name that ends in .html")
+    with styled():
+        page, picture = render_html(runs), _overview(runs)
+    write_atomic(path.with_suffix(".png"), picture)
+    write_atomic(path, page.encode())
+    return path
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Writes the file whole or not at all; parent directories are made.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another --out") from error
+
+
+def _overview(runs: Sequence[Run]) -> bytes:
+    panels = {panel.title: panel for section in SECTIONS for panel in section.panels}
+    figure = new_figure(11.0, 10.0)
+    for axes, title in zip(figure.subplots(3, 2).flat, OVERVIEW, strict=True):
+        axes.set_title(title)
+        panels[title].draw(axes, runs)
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.04, hspace=0.05)  # type: ignore[union-attr]
+    return png_bytes(figure)

@@ -1,0 +1,165 @@
+"""What the report shows, in order: each panel with its question, its source and how to read it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trace_jax.report import plots
+from trace_jax.report.plots import Line
+from trace_jax.report.series import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure of the report."""
+
+    title: str
+    caption: str
+    draw: Callable[["Axes", Sequence[Run]], None]
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """Panels under one heading."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def _lines(*lines: Line, log: bool = False) -> Callable[["Axes", Sequence[Run]], None]:
+    return partial(plots.draw_lines, lines=lines, log=log)
+
+
+SECTIONS: tuple[Section, ...] = (
+    Section(
+        "Reward",
+        (
+            Panel(
+                "Reward at rollout precision",
+                "Line: mean reward of the training prompts of each step. Points: the held-out split, with its confidence interval where "
+                "it was recorded; the first point is before training. This is the figure that says whether training worked.",
+                plots.draw_reward,
+                wide=True,
+            ),
+            Panel(
+                "Groups without a learning signal",
+                "Share of prompts whose answers all got the same reward: their advantage is exactly zero.",
+                _lines(Line("frac_reward_zero_std", "share of groups")),
+            ),
+            Panel(
+                "Policy entropy",
+                "Mean entropy (nats) of the sampling distribution on sampled tokens.",
+                _lines(Line("policy/entropy", "entropy")),
+            ),
+        ),
+    ),
+    Section(
+        "Train-versus-rollout mismatch",
+        (
+            Panel(
+                "KL of rollout and trainer",
+                "K3 estimate of KL(rollout || trainer) on sampled tokens, log scale. The guided forward replays the rollout's rounding, so "
+                "its KL is low partly by construction; read it together with the unguided forward and the reward.",
+                partial(plots.draw_lines, lines=plots.mismatch_lines, log=True),
+                wide=True,
+            ),
+            Panel(
+                "Log-prob gap",
+                "|log p of the trainer - log p of the rollout| on sampled tokens: mean and largest, guided unless it says otherwise.",
+                _lines(*plots.GAP_LINES, log=True),
+            ),
+            Panel(
+                "Weights above the cap",
+                "Share of tokens whose importance weight pi_old / pi_rollout is above the cap and therefore truncated.",
+                _lines(Line("rollout_corr/rollout_is_ratio_fraction_high", "share of tokens")),
+            ),
+            Panel(
+                "Router agreement",
+                "Share of routing choices on which the trainer's own router agrees with the rollout's.",
+                _lines(Line("router/agreement", "agreement")),
+            ),
+            Panel(
+                "Staleness",
+                "Trainer version minus the version of the weights that sampled the tokens, in optimizer updates.",
+                _lines(Line("sync/staleness", "updates")),
+            ),
+        ),
+    ),
+    Section(
+        "Guidance",
+        (
+            Panel("Size of the record", "Bytes per token that the rollout hands to the trainer, by site.", plots.draw_bytes, wide=True),
+            Panel(
+                "Parity agreement",
+                "Share of values whose own rounding, under the rollout's scale, has the recorded bit.",
+                _lines(Line("guidance/parity_agreement", "agreement")),
+            ),
+            Panel(
+                "Saturated, missing, recomputed", "Shares of values and of tokens; all should stay near zero.", _lines(*plots.SHARE_LINES)
+            ),
+            Panel(
+                "Audited code agreement",
+                "Share of FP4 codes that trainer and rollout have in common, from sequences captured with full codes; newest audit.",
+                partial(plots.draw_audit, what="code_agreement"),
+            ),
+            Panel(
+                "Adjacent share",
+                "Among differing codes, the share that is one codebook entry apart; newest audit.",
+                partial(plots.draw_audit, what="adjacent_share"),
+            ),
+            Panel(
+                "Outside the bracket",
+                "Share of rollout codes that are neither of the two neighbours of the trainer's value; grows with staleness; newest audit.",
+                partial(plots.draw_audit, what="outside_bracket_fraction"),
+            ),
+            Panel(
+                "Activation distance",
+                "D_act, the Frobenius norm of the difference of the quantized activations; log scale; newest audit.",
+                partial(plots.draw_audit, what="d_act", log=True),
+            ),
+        ),
+    ),
+    Section(
+        "Responses",
+        (
+            Panel("Answer length", "Mean number of sampled tokens.", _lines(Line("response/length_mean", "tokens"))),
+            Panel("Truncated answers", "Share of answers cut at the token limit.", _lines(Line("response/truncated_fraction", "share"))),
+        ),
+    ),
+    Section(
+        "Optimisation",
+        (
+            Panel(
+                "Loss",
+                "Clipped policy loss, mean over the tokens of the batch; it does not measure progress.",
+                _lines(Line("loss", "loss")),
+            ),
+            Panel("Gradient norm", "Global norm before clipping.", _lines(Line("grad_norm", "norm"))),
+            Panel(
+                "Clip fraction",
+                "Share of tokens without a gradient because the ratio is clipped.",
+                _lines(Line("policy/clip_fraction", "share")),
+            ),
+            Panel("Learning rate", "Of the step.", _lines(Line("learning_rate", "learning rate"))),
+        ),
+    ),
+    Section(
+        "Time",
+        (
+            Panel("Time per step", "Median over the steps of each part.", plots.draw_time, wide=True),
+            Panel(
+                "Rollout throughput",
+                "Sampled tokens per second of rollout.",
+                _lines(Line("throughput/rollout_tokens_per_s", "tokens per second")),
+            ),
+            Panel(
+                "Training throughput", "Tokens per second of training.", _lines(Line("throughput/train_tokens_per_s", "tokens per second"))
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,122 @@
+"""One file of named arrays: written atomically, checked on opening, mapped instead of read.
+
+The layout is that of safetensors (8-byte header size, JSON header, raw little-endian arrays), so any safetensors reader
+opens it; the header's `__metadata__` adds
+
+    protocol   version of this layout; a reader refuses another one
+    meta       JSON of whatever belongs to the arrays
+    checksum   BLAKE2b over the header without this entry and over all array bytes
+
+Arrays are ordered by falling item size, which keeps each one aligned without gaps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trace_jax.errors import UserError
+
+PROTOCOL = 1
+_NAMES = {"bool": "BOOL", "uint8": "U8", "uint16": "U16", "int32": "I32", "int64": "I64", "uint64": "U64", "float32": "F32"}
+_DTYPES = {name: np.dtype(dtype) for dtype, name in _NAMES.items()}
+if sys.byteorder != "little":
+    raise ImportError("trace_jax stores arrays in little-endian order and runs on little-endian machines only")
+
+
+def write_atomic(path: Path, chunks: Sequence[bytes | memoryview]) -> None:
+    """Write a file so that it is either complete under its name or absent, also after a crash.
+
+    Raises:
+        UserError: the folder does not exist, is not writable or is full; nothing is left behind.
+    """
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror or error}; give a writable folder with enough space") from error
+
+
+def encode_arrays(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[bytes | memoryview]:
+    """The file of `arrays` and the JSON-able `meta` as chunks for `write_atomic`; arrays are not copied."""
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    contiguous = {name: np.ascontiguousarray(array) for name, array in ordered}
+    header: dict[str, Any] = {}
+    position = 0
+    for name, array in contiguous.items():
+        end = position + array.nbytes
+        header[name] = {"dtype": _NAMES[array.dtype.name], "shape": list(array.shape), "data_offsets": [position, end]}
+        position = end
+    header["__metadata__"] = {"protocol": str(PROTOCOL), "meta": json.dumps(meta)}
+    body: list[bytes | memoryview] = [array.reshape(-1).view(np.uint8).data for array in contiguous.values()]
+    header["__metadata__"]["checksum"] = _checksum(header, body)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little"), text, *body]
+
+
+def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Map the arrays of a file (read-only) after checking all of it.
+
+    Returns:
+        Arrays by name, and `meta`.
+
+    Raises:
+        UserError: no such file, another protocol version, or content that is not what was written.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "the file is empty"
+        raise UserError(f"cannot read {path}: {reason}; give a file written by trace-jax") from error
+    damaged = UserError(f"{path} is truncated or damaged; delete it and generate its samples again")
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > len(data) - 8:
+        raise damaged
+    try:
+        header = json.loads(bytes(data[8 : 8 + size]))
+        metadata = header["__metadata__"]
+        checksum = metadata.pop("checksum")
+        protocol = metadata["protocol"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged from error
+    body = data[8 + size :]
+    if checksum != _checksum(header, [body]):
+        raise damaged
+    if protocol != str(PROTOCOL):
+        raise UserError(f"{path} has file protocol {protocol}, this version reads {PROTOCOL}; write it again with this version")
+    arrays = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            arrays[name] = np.ndarray(entry["shape"], _DTYPES[entry["dtype"]], buffer=body, offset=entry["data_offsets"][0])
+    return arrays, json.loads(metadata["meta"])
+
+
+def _checksum(header: Mapping[str, Any], body: Sequence[bytes | memoryview]) -> str:
+    digest = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
+    for chunk in body:
+        digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""The rollout engine that runs inside the trainer's process."""

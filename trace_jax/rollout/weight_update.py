@@ -1,0 +1,76 @@
+"""Weight updates on their way into an engine: layers of named tensors, and the checksum both ends compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerUpdate:
+    """Every tensor of one decoder layer (None: those outside the layers) under its Hugging Face name.
+
+    Codes, block scales and multipliers of quantized weights, and the unquantized weights; NumPy or JAX arrays.
+    """
+
+    layer_id: int | None
+    tensors: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ack:
+    """What the engine received: number of tensors, checksum over all of them, version now in use."""
+
+    count: int
+    checksum: str
+    version: int
+
+
+class UpdateDigest:
+    """Running count and checksum of an update, for both ends of a stream of layers.
+
+    The checksum is the sum modulo 2^64 of one 64-bit BLAKE2b hash per tensor over name, dtype, shape and bytes, so it does
+    not depend on the order in which tensors arrive.
+    """
+
+    def __init__(self) -> None:
+        """Start at zero tensors."""
+        self._names: set[str] = set()
+        self._sum = 0
+
+    def add(self, update: LayerUpdate) -> None:
+        """Take in one layer.
+
+        Raises:
+            ValueError: a tensor name was already sent in this update.
+        """
+        for name, tensor in update.tensors.items():
+            if name in self._names:
+                raise ValueError(f"tensor {name} was sent twice in one update")
+            self._names.add(name)
+            array = np.ascontiguousarray(np.asarray(tensor))
+            digest = hashlib.blake2b(f"{name}|{array.dtype}|{np.shape(tensor)}|".encode(), digest_size=8)
+            digest.update(array.reshape(-1).view(np.uint8).data)
+            self._sum = (self._sum + int.from_bytes(digest.digest(), "little")) % 2**64
+
+    def observe(self, updates: Iterable[LayerUpdate]) -> Iterator[LayerUpdate]:
+        """Pass a stream of layers through, taking in each one."""
+        for update in updates:
+            self.add(update)
+            yield update
+
+    def ack(self, version: int) -> Ack:
+        """The acknowledgement of everything taken in so far."""
+        return Ack(len(self._names), f"{self._sum:016x}", version)
+
+
+def update_checksum(updates: Iterable[LayerUpdate]) -> str:
+    """Checksum of a whole update; see `UpdateDigest`."""
+    digest = UpdateDigest()
+    for update in updates:
+        digest.add(update)
+    return digest.ack(0).checksum

@@ -1,0 +1,100 @@
+"""The verifier's worker process: `python -m trace_jax.tasks.worker`, started and killed by `pool.py`.
+
+1. The first frame on stdin says which verifier to make and the timeout; the answer is ready or refused.
+2. Each further frame is a list of (completion, row); one verdict frame is written per item, in order.
+3. End of stdin ends the process. So does the death of the parent, which a thread watches; and if the interpreter is stuck in C
+   code, so does a kernel timer that fires some seconds after the parent's own timeout would have killed us.
+
+A frame is an 8-byte little-endian length and a pickle. What verifiers print goes to stderr. No jax in here.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import struct
+import sys
+import threading
+import time
+from typing import Any
+
+from trace_jax.errors import UserError
+from trace_jax.tasks.row import Verdict
+from trace_jax.tasks.verifiers import make_verifier
+
+HEADER = struct.Struct("<Q")
+ORPHAN_GRACE_S = 5.0
+MEMORY_LIMIT_BYTES = 4 << 30
+"""Address space of built-in verifiers: an answer like 9^9^9^9 must not take the machine's memory."""
+
+
+def read_frame(descriptor: int) -> bytes | None:
+    """The next frame's body, None at the end of the stream."""
+    header = _read_exactly(descriptor, HEADER.size)
+    return None if header is None else _read_exactly(descriptor, HEADER.unpack(header)[0])
+
+
+def write_frame(descriptor: int, value: Any) -> None:
+    """Writes a value as one frame."""
+    body = pickle.dumps(value)
+    data = memoryview(HEADER.pack(len(body)) + body)
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def main() -> None:
+    """Serves until the parent is gone."""
+    requests, replies = os.dup(0), os.dup(1)
+    os.dup2(2, 1)
+    threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
+    first = read_frame(requests)
+    if first is None:
+        return
+    spec, timeout_s = pickle.loads(first)
+    if spec.built_in:
+        _limit_memory()
+    try:
+        verifier = make_verifier(spec)
+    except UserError as error:
+        write_frame(replies, ("refused", str(error)))
+        return
+    write_frame(replies, ("ready", None))
+    while (body := read_frame(requests)) is not None:
+        for completion, row in pickle.loads(body):
+            signal.setitimer(signal.ITIMER_REAL, timeout_s + ORPHAN_GRACE_S)
+            try:
+                verdict = verifier(completion, row)
+            except Exception as error:
+                # Whatever a verifier trips over is its error, never a wrong answer.
+                verdict = Verdict.failed(f"{type(error).__name__}: {error}"[:500])
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            write_frame(replies, verdict)
+
+
+def _read_exactly(descriptor: int, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(descriptor, min(size - len(parts), 1 << 20))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(0)
+
+
+def _limit_memory() -> None:
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+if __name__ == "__main__":
+    main()

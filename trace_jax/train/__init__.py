@@ -1,0 +1,1 @@
+"""Training: batches, the optimizer step, the RL and SFT loops, checkpoints."""

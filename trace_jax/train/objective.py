@@ -1,0 +1,115 @@
+"""The policy-gradient objective of one micro-batch, with its gradient and diagnostics in one compiled function.
+
+1. Teacher-forced forward under the trainer's plan: routes replayed, guided sites rounded as the record says.
+2. Log-probabilities of the sampled tokens at the sampling temperature.
+3. Weights min(pi_old / pi_rollout, cap), PPO clip, sum over tokens divided by the token count of the whole batch.
+4. Mismatch figures between the trainer's and the rollout's log-probabilities, from this same forward.
+
+The unguided figures come from the same compiled function with every record marked missing, because on real hardware the
+gap depends on the program it is measured in.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from trace_jax.layers.logprobs import token_logprobs
+from trace_jax.metrics.weighted import Stats, WeightedMetric
+from trace_jax.models.policy import Policy
+from trace_jax.models.registry import Params
+from trace_jax.quantization.multipliers import Multipliers
+from trace_jax.quantization.plan import QuantPlan
+from trace_jax.rl.corrections import rollout_weights
+from trace_jax.rl.diagnostics import entropy_stats, mismatch_stats
+from trace_jax.rl.losses import ppo_clip_loss_sum
+from trace_jax.train.batches import TrainBatch
+
+
+@dataclass(frozen=True)
+class ObjectiveSpec:
+    """Static choices of the objective: policy, the trainer's plan, and the loss settings of `algorithm`."""
+
+    policy: Policy
+    plan: QuantPlan
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    correction: str = "tis"
+    cap: float = 5.0
+
+
+def batch_logprobs(
+    params: Params, multipliers: Multipliers, batch: TrainBatch, spec: ObjectiveSpec
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Any]:
+    """Log-probability and entropy at every token (0 at column 0), and the forward's output."""
+    options = spec.policy.options(spec.plan, remat=spec.policy.remat, measure_parity=True)
+    output = spec.policy.forward(params, batch.inputs(multipliers), options)
+    logp, entropy = token_logprobs(output.hidden[:, :-1], spec.policy.head(params), batch.tokens[:, 1:], batch.temperature)
+
+    def shift(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (1, 0)))
+
+    return shift(logp), shift(entropy), output
+
+
+@functools.partial(jax.jit, static_argnames=("spec",))
+def objective_and_gradient(
+    params: Params, multipliers: Multipliers, batch: TrainBatch, token_total: Float[Array, ""], *, spec: ObjectiveSpec
+) -> tuple[Params, Float[Array, "B T"], Stats]:
+    """Gradient of the batch loss with respect to the masters, from one micro-batch.
+
+    Args:
+      token_total: sampled tokens of the whole batch over all micro-batches (float32).
+      spec: static.
+
+    Returns:
+      The micro-batch's share of the gradient, log-probabilities `[B, T]`, and statistics as sums and counts.
+    """
+
+    def loss_fn(params: Params) -> tuple[Array, tuple[Array, Stats]]:
+        logp, entropy, output = batch_logprobs(params, multipliers, batch, spec)
+        fixed = jax.lax.stop_gradient(logp)
+        logp_old = fixed if batch.logp_old is None else batch.logp_old
+        weights = rollout_weights(logp_old, batch.logp_rollout, batch.sampled, kind=spec.correction, cap=spec.cap)  # pyright: ignore
+        loss_sum, stats = ppo_clip_loss_sum(
+            logp, logp_old, batch.advantages, batch.sampled, weights, clip_low=spec.clip_low, clip_high=spec.clip_high
+        )
+        loss = loss_sum / token_total
+        stats |= mismatch_stats(fixed, batch.logp_rollout, batch.sampled, cap=spec.cap)
+        stats |= entropy_stats(jax.lax.stop_gradient(entropy), batch.sampled)
+        stats |= _parity(output.parity)
+        stats |= _route_agreement(output.own_routes, batch)
+        stats["loss"] = WeightedMetric(loss, 0)
+        return loss, (fixed, stats)
+
+    gradient, (logp, stats) = jax.grad(loss_fn, has_aux=True)(params)
+    return gradient, logp, stats
+
+
+def without_guidance(batch: TrainBatch) -> TrainBatch:
+    """The same batch with every record marked missing."""
+    if batch.guides is None:
+        return batch
+    return replace(batch, guides=replace(batch.guides, valid=jnp.zeros_like(batch.guides.valid)))
+
+
+def _parity(parity: dict[str, tuple[Array, Array]]) -> Stats:
+    if not parity:
+        return {}
+    total = sum((jnp.sum(agreed) for agreed, _ in parity.values()), jnp.float32(0))
+    count = sum((jnp.sum(counted) for _, counted in parity.values()), jnp.float32(0))
+    return {"guidance/parity_agreement": WeightedMetric(total, count.astype(jnp.int32))}
+
+
+def _route_agreement(own: Array, batch: TrainBatch) -> Stats:
+    """Share of (token, layer) pairs for which the trainer's router would have chosen the recorded experts."""
+    if batch.routes is None:
+        return {}
+    recorded = jnp.all(batch.routes >= 0, axis=-1)
+    equal = jnp.all(jnp.sort(own, axis=-1) == jnp.sort(batch.routes, axis=-1), axis=-1)
+    return {"router/agreement": WeightedMetric(jnp.sum((equal & recorded).astype(jnp.float32)), jnp.sum(recorded.astype(jnp.int32)))}

@@ -1,0 +1,42 @@
+"""The optimizer chain, built from its config."""
+
+from __future__ import annotations
+
+import optax
+
+from trace_jax.config.schema import OptimizerConfig
+
+
+def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
+    """Linear warm-up from 0 over `warmup_steps` updates, then constant."""
+    if config.warmup_steps == 0:
+        return optax.constant_schedule(config.learning_rate)
+    warmup = optax.linear_schedule(config.learning_rate / config.warmup_steps, config.learning_rate, max(1, config.warmup_steps - 1))
+    return warmup
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Global-norm clipping, then Adam or AdamW on float32 masters.
+
+    Weight decay acts on matrices only: norms and biases are vectors per layer and stay undecayed.
+    """
+    adam = dict(b1=config.b1, b2=config.b2, eps=config.eps)
+    schedule = learning_rate_schedule(config)
+    inner = (
+        optax.adam(schedule, **adam)
+        if config.name == "adam"
+        else optax.adamw(schedule, weight_decay=config.weight_decay, mask=_decayed, **adam)
+    )
+    return optax.chain(optax.clip_by_global_norm(config.grad_clip), inner) if config.grad_clip > 0 else inner
+
+
+def _decayed(params: dict) -> dict:
+    """True for matrices; stacked layer vectors have two axes, so the layer axis is not counted."""
+
+    def mark(tree: dict, stacked: bool) -> dict:
+        return {
+            key: mark(value, stacked or key == "groups") if isinstance(value, dict) else value.ndim - int(stacked) >= 2
+            for key, value in tree.items()
+        }
+
+    return mark(params, False)

@@ -1,0 +1,250 @@
+"""One RL step as data, and the loop around it.
+
+1. Take the next prompts of the training stream and request `group_size` answers each.
+2. The engine generates with its own rounding and records it.
+3. Verify the answers; normalise rewards inside each group.
+4. Update the policy: `updates_per_batch` optimizer steps on disjoint sets of groups.
+5. Send the weights to the engine every `sync.every` updates.
+6. Report, evaluate, save.
+
+Every random choice follows from the seed and the counters in `Progress`, so a resumed run repeats the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int64
+
+from trace_jax.errors import UserError
+from trace_jax.evaluation.audit import audit_metrics
+from trace_jax.evaluation.pass_rate import measure_pass_rate
+from trace_jax.metrics.weighted import combine, finalize
+from trace_jax.rl.advantages import frac_reward_zero_std, group_advantages
+from trace_jax.rollout.engine import Engine, generate
+from trace_jax.rollout.prompts import Scored, make_requests, score
+from trace_jax.rollout.trajectories import FinishReason, Trajectories
+from trace_jax.train.checkpoint import Progress
+from trace_jax.train.optimizer import learning_rate_schedule, make_optimizer
+from trace_jax.train.setup import Setup, sync_weights
+from trace_jax.train.state import TrainState
+from trace_jax.train.update import UpdateSettings, update_policy
+
+MAX_SKIPPED_IN_A_ROW = 3
+"""Updates with a gradient that is not finite before the run gives up."""
+
+
+@dataclass
+class Learner:
+    """The mutable part of a run: state, counters, and the engine that holds weights of version `synced`."""
+
+    setup: Setup
+    settings: UpdateSettings
+    engine: Engine
+    state: TrainState
+    progress: Progress
+    synced: int = -1
+    skipped_in_a_row: int = 0
+
+    def sync(self) -> None:
+        """Brings the engine to the current weights."""
+        sync_weights(self.engine, self.setup, self.state.params, self.state.multipliers, self.progress.version)
+        self.synced = self.progress.version
+
+
+def make_learner(setup: Setup, state: TrainState, progress: Progress, engine: Engine) -> Learner:
+    """A learner whose engine has the weights of `state`."""
+    config = setup.config
+    settings = UpdateSettings(
+        spec=setup.objective,
+        optimizer=make_optimizer(config.optimizer),
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        max_length=setup.max_sequence_tokens(),
+        replay=config.algorithm.routing_replay,
+    )
+    learner = Learner(setup, settings, engine, state, progress)
+    learner.sync()
+    return learner
+
+
+def rl_step(learner: Learner) -> tuple[dict[str, float], Trajectories]:
+    """Runs one step and returns its metrics and the scored trajectories.
+
+    Raises:
+      UserError: three gradients in a row were not finite.
+    """
+    setup, config, progress = learner.setup, learner.setup.config, learner.progress
+    step, rollout = progress.step + 1, config.rollout
+    clock = Clock()
+    audited = config.guidance.audit.sequences if _due(step, config.guidance.audit.every) else 0
+    rows = setup.task.prompts("train", progress.data_position, rollout.prompts_per_step)
+    requests = make_requests(
+        rows,
+        setup.tokenizer,
+        setup.sampling,
+        group_size=rollout.group_size,
+        first_sample=progress.samples,
+        seed=config.seed,
+        audited=min(audited, len(rows) * rollout.group_size),
+    )
+    trajectories = generate(learner.engine, requests)
+    clock.lap("rollout")
+    scored = score(trajectories, [row for row in rows for _ in range(rollout.group_size)], setup.task, setup.tokenizer)
+    trajectories = scored.trajectories
+    advantages = group_advantages(scored.reward, trajectories.group, normalize_std=config.algorithm.normalize_std)
+    clock.lap("reward")
+
+    metrics = audit_metrics(setup, learner.state, trajectories) if audited else {}
+    clock.lap("audit")
+    metrics |= _update(learner, trajectories, advantages, clock, _due(step, config.train.unguided_every))
+    learner.progress = replace(
+        learner.progress, step=step, data_position=progress.data_position + len(rows), samples=progress.samples + len(requests)
+    )
+    metrics |= _rollout_metrics(scored, trajectories)
+    sampled = int(trajectories.sampled.sum())
+    metrics |= {f"time/{name}": seconds for name, seconds in clock.laps.items()} | {"time/step": clock.total()}
+    metrics["throughput/rollout_tokens_per_s"] = sampled / clock.laps["rollout"]
+    metrics["throughput/train_tokens_per_s"] = trajectories.num_tokens / max(clock.laps["train"], 1e-9)
+    metrics["learning_rate"] = float(learning_rate_schedule(config.optimizer)(learner.progress.version - 1))
+    return metrics, trajectories
+
+
+def evaluate(learner: Learner) -> dict[str, Any]:
+    """Pass rate at the rollout's precision on the configured split, under `eval/<split>/...`."""
+    config = learner.setup.config
+    learner.sync()
+    sampling = replace(learner.setup.sampling, temperature=0.0 if config.eval.greedy else learner.setup.sampling.temperature)
+    result = measure_pass_rate(
+        learner.engine,
+        learner.setup.task,
+        learner.setup.tokenizer,
+        sampling,
+        split=config.eval.split,
+        samples=config.eval.samples,
+        max_prompts=config.eval.max_prompts,
+        seed=config.seed,
+    )
+    prefix = f"eval/{config.eval.split}"
+    return {
+        f"{prefix}/pass_at_1": result.pass_at_1,
+        f"{prefix}/pass_at_1_low": result.low,
+        f"{prefix}/pass_at_1_high": result.high,
+        f"{prefix}/reward_mean": result.reward_mean,
+        f"{prefix}/precision": config.rollout.weights,
+    }
+
+
+class Clock:
+    """Wall time of the phases of a step, in seconds."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self._now = now
+        self._start = self._last = now()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """Adds the time since the last lap to `name`."""
+        current = self._now()
+        self.laps[name] = self.laps.get(name, 0.0) + current - self._last
+        self._last = current
+
+    def total(self) -> float:
+        """Time since the start."""
+        return self._now() - self._start
+
+
+def _update(
+    learner: Learner, trajectories: Trajectories, advantages: Float32[np.ndarray, " B"], clock: Clock, unguided: bool
+) -> dict[str, float]:
+    config = learner.setup.config
+    sets = _update_sets(trajectories, config.train.updates_per_batch)
+    logp_old = None
+    if len(sets) > 1:
+        logp_old = _logprobs_before(learner, trajectories, advantages)
+        clock.lap("train")
+    parts, norms, staleness = [], [], []
+    for sequences in sets:
+        used = trajectories.select(sequences).weight_version
+        staleness.append(learner.progress.version - int(used.min()))
+        result = update_policy(
+            learner.state,
+            trajectories,
+            advantages,
+            learner.settings,
+            sequences=sequences,
+            logp_old=logp_old,
+            measure_unguided=unguided,
+        )
+        learner.state = result.state
+        _count_skipped(learner, result.grad_norm)
+        learner.progress = replace(learner.progress, version=learner.progress.version + 1)
+        parts.append(result.stats)
+        norms.append(result.grad_norm)
+        clock.lap("train")
+        if learner.progress.version - learner.synced >= config.sync.every:
+            learner.sync()
+            clock.lap("sync")
+    metrics = finalize({name: metric for name, metric in combine(parts).items() if name != "loss"})
+    metrics["loss"] = float(np.mean([np.sum(part["loss"].sum) for part in parts]))  # pyright: ignore
+    metrics |= {
+        "grad_norm": float(np.mean(norms)),
+        "sync/version": float(learner.synced),
+        "sync/staleness": float(max(staleness)),
+        "train/skipped_updates": float(learner.skipped_in_a_row),
+    }
+    return metrics
+
+
+def _update_sets(trajectories: Trajectories, updates: int) -> list[Int64[np.ndarray, " S"]]:
+    """Disjoint sets of whole groups, one per optimizer step."""
+    groups = np.unique(trajectories.group)
+    return [np.flatnonzero(np.isin(trajectories.group, part)) for part in np.array_split(groups, min(updates, groups.size))]
+
+
+def _logprobs_before(learner: Learner, trajectories: Trajectories, advantages: np.ndarray) -> Float32[np.ndarray, " N"]:
+    """The trainer's log-probabilities before the batch's first update, from the same compiled forward."""
+    return update_policy(learner.state, trajectories, advantages, learner.settings).logp
+
+
+def _count_skipped(learner: Learner, grad_norm: float) -> None:
+    learner.skipped_in_a_row = 0 if np.isfinite(grad_norm) else learner.skipped_in_a_row + 1
+    if learner.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        raise UserError(
+            f"step {learner.progress.step + 1}: {MAX_SKIPPED_IN_A_ROW} gradients in a row were not finite; "
+            "lower optimizer.learning_rate, or resume from an earlier checkpoint"
+        )
+
+
+def _rollout_metrics(scored: Scored, trajectories: Trajectories) -> dict[str, float]:
+    verified = ~np.isnan(scored.reward)
+    lengths = trajectories.sampled_lengths()
+    metrics = {
+        "reward/mean": float(scored.reward[verified].mean()) if verified.any() else float("nan"),
+        "reward/pass_rate": float(scored.correct[verified].mean()) if verified.any() else float("nan"),
+        "reward/verifier_errors": float(scored.verifier_errors),
+        "frac_reward_zero_std": frac_reward_zero_std(scored.reward, trajectories.group),
+        "response/length_mean": float(lengths.mean()),
+        "response/truncated_fraction": float(np.mean(trajectories.finish_reason == FinishReason.LENGTH)),
+    }
+    record = trajectories.guidance
+    if record is not None:
+        # The last token of a sequence is never an input, so it has no record and is not missing one.
+        fed = np.ones(trajectories.num_tokens, bool)
+        fed[trajectories.offsets[1:] - 1] = False
+        metrics["guidance/missing_fraction"] = float(np.mean(~record.valid[fed]))
+        recomputed = record.recomputed
+        metrics["guidance/recomputed_fraction"] = 0.0 if recomputed is None else float(np.mean(recomputed[fed]))
+        sizes = record.bytes_per_token()
+        metrics |= {f"guidance/bytes_per_token/{name}": size for name, size in sizes.items() if name != "total"}
+        metrics["guidance/bytes_per_token"] = sizes["total"]
+        saturated = [np.mean(site.scales[record.valid] == 0x7E) for site in record.sites.values() if site.format == "nvfp4"]
+        metrics["guidance/saturation_fraction"] = float(np.mean(saturated)) if saturated else 0.0
+    return metrics
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

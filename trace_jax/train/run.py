@@ -1,0 +1,152 @@
+"""A training run in its directory: start or resume, loop, save, stop cleanly."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from trace_jax.config import Config, dump
+from trace_jax.errors import UserError
+from trace_jax.metrics.writers import open_writers
+from trace_jax.rollout.storage import write_jsonl
+from trace_jax.train.checkpoint import Checkpoints, Progress
+from trace_jax.train.optimizer import make_optimizer
+from trace_jax.train.rl import Learner, evaluate, make_learner, rl_step
+from trace_jax.train.setup import build_setup, calibrated, initial_policy
+from trace_jax.train.state import TrainState
+
+Report = Callable[[int, dict[str, Any]], None]
+"""Called after each step with its number and metrics."""
+
+
+@dataclass
+class StopRequest:
+    """Set by SIGTERM or SIGINT; the loop stops after the step in progress."""
+
+    asked: bool = False
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[StopRequest]:
+    """Turns SIGTERM and SIGINT into a stop after the current step; the former handlers come back at the end."""
+    request = StopRequest()
+
+    def handler(signum: int, frame: Any) -> None:
+        request.asked = True
+
+    former = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield request
+    finally:
+        for number, old in former.items():
+            signal.signal(number, old)
+
+
+def run_directory(out: Path | None, name: str, *, resume: bool) -> Path:
+    """The directory of a run: `out`, or `runs/<name>`; created unless it exists.
+
+    Raises:
+      UserError: it holds a run and `resume` is false, or does not and `resume` is true.
+    """
+    directory = out if out is not None else Path("runs") / name
+    started = (directory / "config.yaml").exists()
+    if resume and not started:
+        raise UserError(f"{directory}: nothing to resume (no config.yaml); leave --resume out to start a run there")
+    if not resume and directory.exists() and any(directory.iterdir()):
+        raise UserError(f"{directory} is not empty; add --resume to continue it, or choose another --out")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file under a temporary name and renames it."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def run_training(config: Config, directory: Path, *, resume: bool = False, report: Report | None = None) -> dict[str, Any]:
+    """Trains until `config.steps`, or until a signal asks to stop.
+
+    Args:
+      config: checked for training.
+      directory: an empty run directory, or one to resume.
+      resume: continue from the last complete checkpoint.
+      report: called after every step.
+
+    Returns:
+      The metrics of the last step that ran (empty when there was nothing left to do).
+    """
+    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
+    try:
+        with stop_on_signal() as stop:
+            return _run(config, directory, checkpoints, stop, resume, report or (lambda step, metrics: None))
+    finally:
+        checkpoints.wait()
+        checkpoints.close()
+
+
+def _run(
+    config: Config, directory: Path, checkpoints: Checkpoints, stop: StopRequest, resume: bool, report: Report
+) -> dict[str, Any]:
+    learner = _resumed(config, checkpoints) if resume and checkpoints.latest() is not None else _started(config)
+    if not resume:
+        write_atomically(directory / "config.yaml", dump(config))
+    (directory / "rollouts").mkdir(exist_ok=True)
+    log = open_writers(directory, list(config.loggers))
+    metrics: dict[str, Any] = {}
+    try:
+        log.truncate_after(learner.progress.step)
+        if learner.progress.step == 0:
+            log.write(0, evaluate(learner))
+            _save(checkpoints, learner)
+        while learner.progress.step < config.steps and not stop.asked:
+            metrics, trajectories = rl_step(learner)
+            step = learner.progress.step
+            write_jsonl(directory / "rollouts" / f"step_{step:06d}.jsonl", trajectories, learner.setup.tokenizer)
+            if config.eval.every and (step % config.eval.every == 0 or step == config.steps):
+                metrics |= evaluate(learner)
+            log.write(step, metrics)
+            report(step, metrics)
+            if config.checkpoint.every and step % config.checkpoint.every == 0:
+                _save(checkpoints, learner)
+        _save(checkpoints, learner)
+    finally:
+        log.close()
+        learner.engine.close()
+        learner.setup.task.close()
+    return metrics
+
+
+def _started(config: Config) -> Learner:
+    setup, params, multipliers = initial_policy(config)
+    if not multipliers:
+        multipliers = calibrated(setup, params)
+    state = TrainState(params, jax.jit(make_optimizer(config.optimizer).init)(params), multipliers)
+    return make_learner(setup, state, Progress(seed=config.seed), setup.engine())
+
+
+def _resumed(config: Config, checkpoints: Checkpoints) -> Learner:
+    step = checkpoints.latest()
+    assert step is not None  # the caller looked
+    policy, state, progress = checkpoints.restore(step, make_optimizer(config.optimizer))
+    setup = build_setup(config, (policy.family, policy.config))
+    return make_learner(setup, state, progress, setup.engine())
+
+
+def _save(checkpoints: Checkpoints, learner: Learner) -> None:
+    setup = learner.setup
+    checkpoints.save(learner.state, learner.progress, setup.policy, setup.config.tokenizer, setup.config.model_dump(mode="json"))

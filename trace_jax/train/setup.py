@@ -1,0 +1,157 @@
+"""From a validated config to the objects of a run: policy, task, tokenizer, plans, engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from trace_jax.config import resolve_layers
+from trace_jax.config import Config
+from trace_jax.errors import UserError
+from trace_jax.models.hf import load_hf_directory
+from trace_jax.models.policy import Policy
+from trace_jax.models.registry import ModelConfig, Params, config_from_dict, init_params
+from trace_jax.quantization.calibration import calibrate
+from trace_jax.quantization.multipliers import Multipliers
+from trace_jax.quantization.plan import QuantPlan, rollout_plan, trainer_plan
+from trace_jax.rollout.embedded.decode import CaptureSpec
+from trace_jax.rollout.embedded.engine import EmbeddedEngine
+from trace_jax.rollout.engine import Engine
+from trace_jax.rollout.prompts import SamplingSettings
+from trace_jax.rollout.weight_sync import layer_updates
+from trace_jax.rollout.weight_update import Ack, UpdateDigest
+from trace_jax.tasks import Task, load_task
+from trace_jax.tokenizers import Tokenizer, load_tokenizer
+from trace_jax.train.checkpoint import load_policy
+from trace_jax.train.objective import ObjectiveSpec
+from trace_jax.train.sft import worked_example
+
+COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The fixed parts of a run."""
+
+    config: Config
+    policy: Policy
+    tokenizer: Tokenizer
+    task: Task
+    rollout_plan: QuantPlan
+    objective: ObjectiveSpec
+    sampling: SamplingSettings
+
+    def capture(self) -> CaptureSpec:
+        """The guidance record that the rollout takes."""
+        guidance = self.config.guidance
+        layers = resolve_layers(guidance.layers, self.policy.config.num_layers)
+        return CaptureSpec(guidance.record, tuple(guidance.sites), layers)
+
+    def engine(self) -> Engine:
+        """A new engine without weights."""
+        return EmbeddedEngine(self.policy, self.rollout_plan, self.capture(), self.config.rollout.max_batch)
+
+    def max_sequence_tokens(self) -> int:
+        """Longest sequence the run can produce: the longest prompt of any split plus the answer limit."""
+        longest = max(len(self.tokenizer.apply_prompt(row.question)) for split in self.task.splits() for row in self.task.rows(split))
+        longest = longest if self.sampling.max_prompt_tokens is None else min(longest, self.sampling.max_prompt_tokens)
+        return min(longest + self.sampling.max_new_tokens, self.policy.config.max_position)
+
+
+def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = None) -> Setup:
+    """Builds the fixed parts.
+
+    Args:
+      config: validated config.
+      loaded_model: family and config of a policy that is read from disk; None takes `model.config`.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    if loaded_model is None:
+        values = {"vocab_size": tokenizer.vocab_size} | dict(config.model.config)
+        family, model_config = config.model.family, config_from_dict(config.model.family, values)
+    else:
+        family, model_config = loaded_model
+    if model_config.vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"model.config.vocab_size={model_config.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of tokenizer "
+            f"{config.tokenizer!r}; raise it or choose the tokenizer the model was trained with"
+        )
+    policy = Policy(family, model_config, COMPUTE_DTYPES[config.model.compute_dtype], config.model.experts_implementation, config.train.remat)
+    rollout, quant = config.rollout, config.train_quant
+    plan = rollout_plan(rollout.weights, rollout.activations, rollout.kv_cache.k, rollout.kv_cache.v, rollout.activation_scale == "per_token")
+    algorithm = config.algorithm
+    objective = ObjectiveSpec(
+        policy=policy,
+        plan=trainer_plan(plan, quant.weights, quant.activations, quant.down_input, quant.kv_cache),
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        correction=algorithm.correction.kind,
+        cap=algorithm.correction.cap,
+    )
+    sampling = SamplingSettings(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_prompt_tokens)
+    return Setup(config, policy, tokenizer, load_config_task(config), plan, objective, sampling)
+
+
+def load_config_task(config: Config) -> Task:
+    """The task that a config names."""
+    task = config.task
+    return load_task(
+        task.name,
+        dict(task.params),
+        prompt_template=task.prompt_template,
+        question_pattern=task.question_pattern,
+        reward=task.reward,
+        seed=config.seed,
+        verifier_timeout_s=task.verifier_timeout_s,
+    )
+
+
+def initial_policy(config: Config) -> tuple[Setup, Params, Multipliers]:
+    """The policy a run starts from: `model.source`, or random parameters from the run's seed.
+
+    Raises:
+      UserError: the source is neither a run, a checkpoint nor a Hugging Face directory, or its weights are not finite.
+    """
+    source = config.model.source
+    if source is None:
+        setup = build_setup(config)
+        params = init_params(setup.policy.family, setup.policy.config, jax.random.key(config.seed))
+        return setup, params, {}
+    path = Path(source)
+    if (path / "config.json").is_file():
+        family, model_config, params = load_hf_directory(path)
+        return build_setup(config, (family, model_config)), jax.tree.map(jnp.asarray, params), {}
+    loaded = load_policy(path)
+    require_finite(loaded.params, source)
+    return build_setup(config, (loaded.policy.family, loaded.policy.config)), loaded.params, loaded.multipliers
+
+
+def require_finite(params: Params, where: object) -> None:
+    """Raises UserError naming the first parameter that holds a NaN or an infinity."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not bool(jnp.all(jnp.isfinite(leaf))):
+            raise UserError(f"{where}: parameter {jax.tree_util.keystr(path)} holds NaN or Inf; use an earlier checkpoint")
+
+
+def calibrated(setup: Setup, params: Params) -> Multipliers:
+    """Static multipliers from the task's own training rows and their worked answers."""
+    rows = setup.task.prompts("train", 0, setup.config.calibration.prompts)
+    sequences = [worked_example(row, setup.tokenizer)[0] for row in rows]
+    return calibrate(setup.policy, params, sequences, setup.config.calibration.headroom)
+
+
+def sync_weights(engine: Engine, setup: Setup, params: Params, multipliers: Multipliers, version: int) -> Ack:
+    """Sends the weights and compares the engine's count and checksum with the sender's.
+
+    Raises:
+      RuntimeError: the engine received something else.
+    """
+    digest = UpdateDigest()
+    updates = layer_updates(setup.policy, setup.rollout_plan, params, multipliers)
+    ack = engine.update_weights(digest.observe(updates), version)
+    if ack != digest.ack(version):
+        raise RuntimeError(f"weight sync failed: sent {digest.ack(version)}, the engine acknowledged {ack}")
+    return ack

@@ -1,0 +1,69 @@
+"""Supervised steps on worked answers: the cold start before RL."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from trace_jax.models.policy import Policy
+from trace_jax.models.registry import Params
+from trace_jax.quantization.plan import UNQUANTIZED
+from trace_jax.tasks import Row
+from trace_jax.tokenizers import Tokenizer
+from trace_jax.train.batches import TrainBatch
+from trace_jax.train.objective import ObjectiveSpec, batch_logprobs
+
+LENGTH_MULTIPLE = 16
+
+
+def worked_example(row: Row, tokenizer: Tokenizer) -> tuple[list[int], int]:
+    """Token ids of a prompt with its worked answer and the end token, and the length of the prompt."""
+    prompt = tokenizer.apply_prompt(row.question)
+    return [*prompt, *tokenizer.encode(row.answer), tokenizer.eos_id], len(prompt)
+
+
+def sft_batch(rows: Sequence[Row], tokenizer: Tokenizer, length: int) -> TrainBatch:
+    """Worked answers padded to `length`; the answer and the end token enter the loss."""
+    shape = (len(rows), length)
+    tokens, segment, answer = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
+    for index, row in enumerate(rows):
+        ids, prompt = worked_example(row, tokenizer)
+        tokens[index, : len(ids)] = ids
+        segment[index, : len(ids)] = 1
+        answer[index, prompt : len(ids)] = True
+    zeros = jnp.zeros(shape, jnp.float32)
+    return TrainBatch(
+        tokens=jnp.asarray(tokens),
+        positions=jnp.asarray(np.broadcast_to(np.arange(length, dtype=np.int32), shape)),
+        segment_ids=jnp.asarray(segment),
+        sampled=jnp.asarray(answer),
+        logp_rollout=zeros,
+        logp_old=None,
+        advantages=zeros,
+        temperature=jnp.ones(len(rows), jnp.float32),
+        routes=None,
+        guides=None,
+    )
+
+
+def padded_length(longest: int) -> int:
+    """Width of a batch whose longest example has `longest` tokens."""
+    return -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+
+
+@functools.partial(jax.jit, static_argnames=("policy",))
+def sft_gradient(params: Params, batch: TrainBatch, *, policy: Policy) -> tuple[Params, Float[Array, ""], Float[Array, ""]]:
+    """Gradient of the mean negative log-likelihood per answer token, the loss, and the number of tokens (float32)."""
+
+    def loss_fn(params: Params) -> tuple[Array, Array]:
+        logp, _, _ = batch_logprobs(params, {}, batch, ObjectiveSpec(policy, UNQUANTIZED))
+        count = jnp.sum(batch.sampled, dtype=jnp.float32)
+        return -jnp.sum(jnp.where(batch.sampled, logp, 0.0)) / jnp.maximum(count, 1.0), count
+
+    (loss, count), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    return gradient, loss, count

@@ -1,0 +1,56 @@
+"""The training state and the optimizer step."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from trace_jax.models.registry import Params
+from trace_jax.quantization.multipliers import Multipliers
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that an update changes or needs.
+
+    Args:
+      params: float32 masters.
+      opt_state: optax state.
+      multipliers: static multipliers of activations and KV cache; constant for a run.
+    """
+
+    params: Params
+    opt_state: optax.OptState
+    multipliers: Multipliers
+
+
+@functools.partial(jax.jit, donate_argnums=(0,))
+def add_gradients(total: Params, part: Params) -> Params:
+    """Sum of two gradients; the first one's buffers are reused."""
+    return jax.tree.map(jnp.add, total, part)
+
+
+@functools.partial(jax.jit, static_argnames=("optimizer",))
+def apply_gradients(
+    params: Params, opt_state: optax.OptState, gradient: Params, *, optimizer: optax.GradientTransformation
+) -> tuple[Params, optax.OptState, Float[Array, ""]]:
+    """One optimizer update; a gradient that is not finite leaves everything as it was.
+
+    Returns:
+      New parameters, new optimizer state, and the global norm of the gradient before clipping.
+    """
+    norm = optax.global_norm(gradient)
+    updates, new_state = optimizer.update(gradient, opt_state, params)
+    new_params = optax.apply_updates(params, updates)
+    finite = jnp.isfinite(norm)
+
+    def keep(new: Array, old: Array) -> Array:
+        return jnp.where(finite, new, old)
+
+    return jax.tree.map(keep, new_params, params), jax.tree.map(keep, new_state, opt_state), norm
