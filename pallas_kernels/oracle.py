@@ -17,8 +17,8 @@ _TINY = 2.0**-126
 
 def decode_multiplier(amax: Float[np.ndarray, "*s"], *, nudged: bool = True) -> Float[np.ndarray, "*s"]:
     """2^-n, times (1 + 2^-17) if nudged; n the largest integer with amax * 2^n <= 2688, within -126..126."""
-    amax = np.asarray(amax).astype(np.float64)
-    amax = np.where(np.isfinite(amax) & (amax >= _TINY), amax, 0.0)
+    amax = _float64(amax)
+    amax = np.where(np.isfinite(amax), np.abs(amax), 0.0)
     fraction, exponent = np.frexp(amax)
     n = np.clip(np.where(fraction <= 2688 / 4096, 12, 11) - exponent, -126, 126)
     n = np.where(amax == 0, 0, n)
@@ -84,13 +84,14 @@ def guided_fake_quant(x: Float[np.ndarray, "*rows d"], guide: Guide, fmt: BlockF
     magnitude = _decoded(_VALUES[index], scales, rollout_multiplier, fmt)
     magnitude = np.where(np.isfinite(blocks).all(axis=-1, keepdims=True), magnitude, np.nan)
     value = np.where(np.signbit(blocks) & (magnitude != 0), -magnitude, magnitude)
-    value = value.reshape(*rows, -1)[..., :size].astype(np.float32).astype(x.dtype)
+    value = value.reshape(*rows, -1)[..., :size].astype(x.dtype)
     return np.where(np.broadcast_to(np.asarray(guide.valid), rows)[..., None], value, plain)
 
 
 def round_to_bf16(x: Float[np.ndarray, "*s"]) -> Float[np.ndarray, "*s"]:
     """Float32 values rounded to the nearest bfloat16 value."""
-    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        return x.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def fake_quant_fp8(x: Float[np.ndarray, "*rows d"], *, block: int | None = 128) -> Float[np.ndarray, "*rows d"]:
@@ -105,7 +106,9 @@ def fake_quant_fp8(x: Float[np.ndarray, "*rows d"], *, block: int | None = 128) 
     scaled = np.where(finite, blocks, 0.0) * np.ldexp(1.0, -exponent)
     rounded = scaled.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
     value = np.where(finite, _flushed(rounded * np.ldexp(1.0, exponent)), np.nan)
-    return value.reshape(*rows, -1)[..., :size].astype(np.float32).astype(x.dtype)
+    value = np.where(value == 0, 0.0, value)
+    with np.errstate(over="ignore"):
+        return value.reshape(*rows, -1)[..., :size].astype(np.float32).astype(x.dtype)
 
 
 def pack_codes(codes: UInt8[np.ndarray, "*rows d"]) -> UInt8[np.ndarray, "*rows bytes"]:
@@ -143,7 +146,8 @@ def scale_values(scales: UInt8[np.ndarray, "*s"], fmt: BlockFormat) -> Float[np.
 
 def _float64(x):
     """Exact float64 of x with float32 subnormals set to (signed) zero."""
-    return _flushed(np.asarray(x).astype(np.float64))
+    with np.errstate(invalid="ignore"):  # NumPy warns about signalling NaN bit patterns
+        return _flushed(np.asarray(x).astype(np.float64))
 
 
 def _flushed(x):
@@ -183,9 +187,18 @@ def _scale_bytes(blocks, n, fmt: BlockFormat):
 
 
 def _normalized(magnitude, scales, n, fmt: BlockFormat):
-    """(a, step): the magnitude and the unit it is measured in, float64 and exact."""
+    """(a, step): the magnitude and the unit it is measured in, float64 and exact.
+
+    NVFP4 measures |x| * 2^n in block scales, MXFP4 |x| * 2^(127 - byte) in ones (byte 254, which no quantizer writes, with
+    half the factor in twos); a below 2^-126 counts as zero.
+    """
     step = scale_values(scales, fmt)[..., None]
-    return (magnitude if n is None else np.ldexp(magnitude, n)), step
+    if fmt.scale == "e8m0":
+        power = np.minimum(scales.astype(int), 253)[..., None] - 127
+        magnitude, step = np.ldexp(magnitude, -power), step * np.ldexp(1.0, -power)
+    else:
+        magnitude = np.ldexp(magnitude, n)
+    return _flushed(magnitude), step
 
 
 def _nearest_codes(blocks, scales, n, fmt: BlockFormat):

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arithmetic import (
     INFINITY_BITS,
+    SMALLEST_NORMAL,
     bits_float,
     decode_terms,
     encode_gain,
@@ -48,7 +49,9 @@ def guided_values(
         multiplier = jnp.where(valid, rollout_multiplier, multiplier)
     gain, step = encode_terms(scales, None if multiplier is None else encode_gain(multiplier), fmt)
 
+    # Under a huge rollout scale the product may be subnormal; as everywhere that counts as zero, which is on a code.
     a = bits_float(magnitude_bits(x)) * gain
+    a = jnp.where(a < SMALLEST_NORMAL, 0.0, a)
     index, value = lower_bracket(a, step)
     gap = bracket_gap(index)
     middle = (value + 0.5 * gap) * step

@@ -52,8 +52,6 @@ def _check_model(config: Config) -> None:
     model = config.model
     if model.source is None and not model.config:
         raise UserError("model.source and model.config are both empty; set model.source to a checkpoint, or model.config to build a random model")
-    if model.source is not None and model.config:
-        raise UserError("model.config is set beside model.source, which brings its own; remove one of them")
 
 
 def _check_not_implemented(config: Config) -> None:
@@ -112,6 +110,8 @@ def _check_training_keys(config: Config) -> None:
             f"sync.max_staleness is {config.sync.max_staleness}, but with sync.every={config.sync.every} and "
             f"train.updates_per_batch={config.train.updates_per_batch} a token is up to {needed} updates old when used; write {needed} or more"
         )
+    if config.sft.stop_pass_rate is not None and config.sft.eval_every == 0:
+        raise UserError("sft.stop_pass_rate is set, but sft.eval_every is 0, so it is never looked at; write sft.eval_every: 10")
     if config.optimizer.name == "adam" and config.optimizer.weight_decay > 0:
         raise UserError("optimizer.weight_decay is set, but adam has none; write name: adamw, or weight_decay: 0.0")
     if config.train.updates_per_batch > config.rollout.prompts_per_step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel
 
@@ -26,10 +26,13 @@ def unknown_key(values: Mapping[str, Any], model: type[BaseModel] = Config, pref
         if name not in model.model_fields:
             return prefix + name
         section = model.model_fields[name].annotation
-        if isinstance(section, type) and issubclass(section, BaseModel) and isinstance(value, Mapping):
-            found = unknown_key(value, section, f"{prefix}{name}.")
-            if found is not None:
-                return found
+        if not isinstance(value, Mapping) or get_origin(section) is dict:
+            continue
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            return f"{prefix}{name}.{next(iter(value), '')}"
+        found = unknown_key(value, section, f"{prefix}{name}.")
+        if found is not None:
+            return found
     return None
 
 

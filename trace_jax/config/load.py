@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from trace_jax.config.checks import check
 from trace_jax.config.keys import leaves, nearest_key, overlay, unknown_key, value_at
+from trace_jax.config.layer_spec import resolve_layers as resolve_layers  # part of this module's interface
 from trace_jax.config.presets import preset
 from trace_jax.config.schema import Config
 from trace_jax.config.yaml_text import dump_yaml, parse_yaml

@@ -64,7 +64,7 @@ class TaskSection(Section):
     Args:
       name: `reasoning_gym:DATASET`, `jsonl:FILE` or `module:callable`.
       params: arguments of the task.
-      prompt_template: text with `{question}` that becomes the prompt; null for the task's own.
+      prompt_template: text with `{question}` that becomes the prompt.
       question_pattern: regular expression whose first group is the part of the question to keep; null keeps all of it.
       reward: name or import path of the reward function; null for the task's own.
       verifier_timeout_s: seconds after which the scoring of one answer is cut off and counted as an error.
@@ -72,7 +72,7 @@ class TaskSection(Section):
 
     name: str = "reasoning_gym:chain_sum"
     params: dict[str, Any] = {}
-    prompt_template: str | None = None
+    prompt_template: str = "{question}"
     question_pattern: str | None = None
     reward: str | None = None
     verifier_timeout_s: Rate = 5.0
@@ -286,18 +286,20 @@ class SftSection(Section):
       steps: updates, at most.
       batch_size: worked answers per update.
       learning_rate, warmup_steps: of its AdamW.
-      eval_every: updates between checks of the stop rule.
+      eval_every: updates between checks of the stop rule; 0 is never.
       stop_pass_rate: stop when this share of `split_for_stop` is solved; null trains all `steps`.
       split_for_stop: another split than the one results are reported on, so that stopping does not bias them.
+      max_prompts: prompts of that split used for a check; null is all of them.
     """
 
     steps: Positive = 200
     batch_size: Positive = 128
     learning_rate: Rate = 3.0e-3
     warmup_steps: Count = 20
-    eval_every: Positive = 10
+    eval_every: Count = 10
     stop_pass_rate: Annotated[float, Field(gt=0, le=1)] | None = None
     split_for_stop: Split = "test"
+    max_prompts: Positive | None = None
 
 
 class Config(Section):

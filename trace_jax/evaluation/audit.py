@@ -124,7 +124,7 @@ def _scales(record: PaddedSite, slot: int, valid: Bool[np.ndarray, "B T"]) -> Fl
     """Decode scale of every value: block scale times the power of two of the multiplier."""
     block = block_format(record.format)
     scale_bytes: UInt8[np.ndarray, "rows blocks"] = record.scales[slot][valid]
-    decoded = oracle.decode_scales(scale_bytes, block).astype(np.float64)
+    decoded = oracle.scale_values(scale_bytes, block).astype(np.float64)
     if record.multiplier is not None:
         multiplier = record.multiplier[slot]
         multiplier = multiplier if multiplier.ndim == 0 else multiplier[valid].reshape(-1, *[1] * (decoded.ndim - 1))

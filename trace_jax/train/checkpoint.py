@@ -127,7 +127,7 @@ def load_policy(path: Path) -> LoadedPolicy:
       UserError: there is no complete checkpoint at the path.
     """
     root, step = _locate(path)
-    manager = ocp.CheckpointManager(root.absolute(), options=ocp.CheckpointManagerOptions(read_only=True))
+    manager = ocp.CheckpointManager(root.absolute(), options=ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False))
     try:
         step = manager.latest_step() if step is None else step
         if step is None:

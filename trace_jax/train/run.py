@@ -15,7 +15,7 @@ import jax
 from trace_jax.config import Config, dump
 from trace_jax.errors import UserError
 from trace_jax.metrics.writers import open_writers
-from trace_jax.rollout.storage import write_jsonl
+from trace_jax.rollout.storage import json_rows, write_jsonl
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.rl import Learner, evaluate, make_learner, rl_step
@@ -106,17 +106,16 @@ def _run(
     if not resume:
         write_atomically(directory / "config.yaml", dump(config))
     (directory / "rollouts").mkdir(exist_ok=True)
-    log = open_writers(directory, list(config.loggers))
+    log = open_writers(directory, list(config.loggers), after_step=learner.progress.step if resume else None)
     metrics: dict[str, Any] = {}
     try:
-        log.truncate_after(learner.progress.step)
         if learner.progress.step == 0:
             log.write(0, evaluate(learner))
             _save(checkpoints, learner)
         while learner.progress.step < config.steps and not stop.asked:
             metrics, trajectories = rl_step(learner)
             step = learner.progress.step
-            write_jsonl(directory / "rollouts" / f"step_{step:06d}.jsonl", trajectories, learner.setup.tokenizer)
+            write_jsonl(directory / "rollouts" / f"step_{step:06d}.jsonl", json_rows(trajectories, learner.setup.tokenizer))
             if config.eval.every and (step % config.eval.every == 0 or step == config.steps):
                 metrics |= evaluate(learner)
             log.write(step, metrics)

@@ -80,7 +80,7 @@ def _probe(setup: Setup, engine: EmbeddedEngine, params: dict, step: int) -> dic
         setup.sampling,
         split=sft.split_for_stop,
         samples=1,
-        max_prompts=sft.max_prompts,
+        max_prompts=setup.config.eval.max_prompts,
         seed=setup.config.seed,
     )
     return {"sft/pass_at_1": result.pass_at_1, "sft/reward_mean": result.reward_mean}

@@ -56,7 +56,7 @@ class Setup:
 
     def max_sequence_tokens(self) -> int:
         """Longest sequence the run can produce: the longest prompt of any split plus the answer limit."""
-        longest = max(len(self.tokenizer.apply_prompt(row.question)) for split in self.task.splits() for row in self.task.rows(split))
+        longest = max(len(self.tokenizer.apply_prompt(row.question)) for split in self.task.sizes for row in self.task.rows(split))
         longest = longest if self.sampling.max_prompt_tokens is None else min(longest, self.sampling.max_prompt_tokens)
         return min(longest + self.sampling.max_new_tokens, self.policy.config.max_position)
 
@@ -74,6 +74,7 @@ def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = N
         family, model_config = config.model.family, config_from_dict(config.model.family, values)
     else:
         family, model_config = loaded_model
+        _require_agreement(config, model_config)
     if model_config.vocab_size < tokenizer.vocab_size:
         raise UserError(
             f"model.config.vocab_size={model_config.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of tokenizer "
@@ -93,6 +94,17 @@ def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = N
     )
     sampling = SamplingSettings(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_prompt_tokens)
     return Setup(config, policy, tokenizer, load_config_task(config), plan, objective, sampling)
+
+
+def _require_agreement(config: Config, loaded: ModelConfig) -> None:
+    """A config may repeat the shape of the policy it loads, but not contradict it."""
+    stored = loaded.to_dict()
+    for name, value in config.model.config.items():
+        if stored.get(name) != value:
+            raise UserError(
+                f"model.config.{name} is {value!r}, but the loaded policy has {stored.get(name, 'no such field')!r}; "
+                "remove the key or load another model.source"
+            )
 
 
 def load_config_task(config: Config) -> Task:

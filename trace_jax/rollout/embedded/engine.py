@@ -41,10 +41,10 @@ class EmbeddedEngine:
       policy: model and numerics shared with the trainer.
       plan: what the rollout rounds; its `weights` says in which format updates arrive.
       capture: the guidance record that trajectories carry.
-      max_batch: most rows of a wave.
+      max_batch: most rows of a wave; None takes all that are queued.
     """
 
-    def __init__(self, policy: Policy, plan: QuantPlan, capture: CaptureSpec, max_batch: int = 256):
+    def __init__(self, policy: Policy, plan: QuantPlan, capture: CaptureSpec, max_batch: int | None = None):
         self._policy = policy
         self._plan = plan
         self._capture = _available(capture, plan)
@@ -79,7 +79,7 @@ class EmbeddedEngine:
         if self._queue and not self._paused:
             if self._params is None:
                 raise RuntimeError("the engine has no weights yet: call update_weights first")
-            wave = [self._queue.popleft() for _ in range(min(self._max_batch, len(self._queue)))]
+            wave = [self._queue.popleft() for _ in range(min(self._max_batch or len(self._queue), len(self._queue)))]
             parts.append(self._run(wave))
         if len(parts) == 2:
             return Trajectories.concat(parts)
@@ -158,7 +158,7 @@ class EmbeddedEngine:
         truncated = any(request.top_p < 1 or request.top_k > 0 for request in requests)
         # The weights held here are decoded already; only activations and the cache are rounded in the forward pass.
         spec = DecodeSpec(self._policy, replace(self._plan, weights="bf16"), capture, truncated)
-        tokens, lengths, sampling, most_new = _pad_requests(requests, self._max_batch)
+        tokens, lengths, sampling, most_new = _pad_requests(requests, self._max_batch or len(requests))
         width = tokens.shape[1]
         chunk = min(DECODE_CHUNK, max(1, most_new - 1))
         chunks = -(-(most_new - 1) // chunk)
@@ -223,7 +223,7 @@ def _available(capture: CaptureSpec, plan: QuantPlan) -> CaptureSpec:
 
 
 def _pad_requests(requests: Sequence[Request], max_batch: int) -> tuple[np.ndarray, np.ndarray, Sampling, int]:
-    rows = min(max_batch, 1 << (len(requests) - 1).bit_length())
+    rows = max(len(requests), min(max_batch, 1 << (len(requests) - 1).bit_length()))
     longest = max(request.tokens.size for request in requests)
     width = -(-longest // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
     stops = max(1, max(len(request.stop_token_ids) for request in requests))

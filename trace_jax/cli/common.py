@@ -1,0 +1,135 @@
+"""What the commands share: exit codes, JSON on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from trace_jax.cli.versions import installed_version_problem
+from trace_jax.errors import UserError
+
+USER_ERROR = 2
+FAILURE = 1
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Reports an exception on stderr the way a person needs it.
+
+    Returns:
+      2 for what the user can mend (wrong input, wrong usage, full disk, packages that do not fit), the code of an
+      exit that was asked for, and 1 with a traceback for everything else.
+    """
+    if isinstance(error, UserError):
+        return _refuse(str(error))
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else FAILURE if error.code else 0
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # usage errors of typer, whichever click it carries
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context is not None else "trace-jax"
+        return _refuse(f"{error.format_message()} See: {where} --help")  # pyright: ignore[reportAttributeAccessIssue]
+    if hasattr(error, "exit_code"):  # typer.Exit
+        return int(error.exit_code)  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(error, BrokenPipeError):
+        # The reader of our output went away; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
+    full = _full_disk(error)
+    if full is not None:
+        return _refuse(f"no space left on the device while writing {full.filename or 'a file'}; free some space or choose another folder")
+    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
+        print("interrupted", file=sys.stderr)
+        return FAILURE
+    if isinstance(error, ImportError | AttributeError) and (problem := installed_version_problem()):
+        return _refuse(problem)
+    traceback.print_exception(error)
+    return FAILURE
+
+
+def _refuse(message: str) -> int:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return USER_ERROR
+
+
+def _full_disk(error: BaseException | None) -> OSError | None:
+    """The full-disk error that this one is or was caused by."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def stderr_console() -> Console:
+    """A console for everything that is not the result."""
+    return Console(stderr=True)
+
+
+@contextmanager
+def progress(description: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, shown on a terminal only.
+
+    Args:
+      description: what is counted.
+      total: how many; None shows a spinner.
+
+    Yields:
+      A function that sets how many are done.
+    """
+    columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    console = stderr_console()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        task = bars.add_task(description, total=total)
+        yield lambda done: bars.update(task, completed=done)
+
+
+@contextmanager
+def json_output(wanted: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Keeps stdout for one JSON object.
+
+    While the block runs and JSON is wanted, whatever prints to stdout goes to stderr.
+
+    Yields:
+      A function that prints the object on the real stdout; it does nothing if JSON is not wanted.
+    """
+    stdout = sys.stdout
+
+    def emit(value: Mapping[str, Any]) -> None:
+        if wanted:
+            print(json.dumps(to_json(value), indent=2), file=stdout)
+
+    if not wanted:
+        yield emit
+        return
+    with redirect_stdout(sys.stderr):
+        yield emit
+
+
+def to_json(value: Any) -> Any:
+    """A JSON-able copy: NumPy and JAX values become Python ones, NaN and infinities become null, paths text."""
+    if isinstance(value, Mapping):
+        return {str(name): to_json(item) for name, item in value.items()}
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes):
+        return [to_json(item) for item in value]
+    if hasattr(value, "tolist"):
+        return to_json(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return str(value)
+
+
+def split_names(text: str | None) -> list[str] | None:
+    """`a,b` as a list; None stays None."""
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
