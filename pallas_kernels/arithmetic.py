@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.formats import E4M3_MAX, E4M3_NAN, E8M0_NAN, RECIPROCAL_SIX, BlockFormat
+from pallas_kernels.formats import E4M3_MAX, E4M3_NAN, E8M0_NAN, RECIPROCAL_SIX
 
 SIGN_BIT = -0x80000000
 INFINITY_BITS = 0x7F800000
+QUIET_NAN_BITS = 0x7FC00000
 SMALLEST_NORMAL = 2.0**-126
 
 
@@ -83,9 +84,12 @@ def e2m1_magnitude(index: Int[Array, "*s"]) -> Float[Array, "*s"]:
     return jnp.where(index < 2, index.astype(jnp.float32) * 0.5, normal)
 
 
-def scale_code(amax_bits: Int[Array, "*s"], gain: Float[Array, "*s"] | None, fmt: BlockFormat) -> Int[Array, "*s"]:
-    """Scale byte of blocks with the given magnitude. NVFP4 needs gain = 2^n. A block that is not finite gets the NaN byte."""
-    if fmt.scale == "e4m3":
+def scale_code(amax_bits: Int[Array, "*s"], gain: Float[Array, "*s"] | None) -> Int[Array, "*s"]:
+    """Scale byte of blocks with the given magnitude: E4M3 under gain = 2^n, E8M0 if gain is None (no multiplier).
+
+    A block that is not finite gets the NaN byte.
+    """
+    if gain is not None:
         # amax * 2^n is exact, so this is fl(amax * R) * 2^n with its one rounding, safe from subnormal products.
         code = e4m3_code(jnp.minimum((bits_float(amax_bits) * gain) * RECIPROCAL_SIX, E4M3_MAX))
         return jnp.where(amax_bits >= INFINITY_BITS, E4M3_NAN, code)
@@ -94,11 +98,12 @@ def scale_code(amax_bits: Int[Array, "*s"], gain: Float[Array, "*s"] | None, fmt
     return jnp.where(amax_bits >= INFINITY_BITS, E8M0_NAN, code)
 
 
-def encode_terms(
-    code: Int[Array, "*s"], gain: Float[Array, "*g"] | None, fmt: BlockFormat
-) -> tuple[Float[Array, "*g"], Float[Array, "*s"]]:
-    """(gain, step) of a block: the magnitude v of the format stands for the input |x| with |x| * gain = v * step."""
-    if fmt.scale == "e4m3":
+def encode_terms(code: Int[Array, "*s"], gain: Float[Array, "*g"] | None) -> tuple[Float[Array, "*g"], Float[Array, "*s"]]:
+    """(gain, step) of a block: the magnitude v of the format stands for the input |x| with |x| * gain = v * step.
+
+    E4M3 bytes come with their gain, E8M0 bytes with None and make it.
+    """
+    if gain is not None:
         return gain, e4m3_value(code)
     # 2^(127 - byte); byte 254 would need a subnormal, so it takes twice the gain and twice the step.
     gain = bits_float((254 - jnp.minimum(code, 253)) << 23)
@@ -106,11 +111,12 @@ def encode_terms(
     return gain, jnp.where(code == E8M0_NAN, jnp.nan, step)
 
 
-def decode_terms(
-    code: Int[Array, "*s"], multiplier: Float[Array, "*g"] | None, fmt: BlockFormat
-) -> tuple[Float[Array, "*s"], Float[Array, "*s"] | None]:
-    """(factor, pre) of a block: the magnitude v decodes to (v * pre) * factor; pre None stands for one."""
-    if fmt.scale == "e4m3":
+def decode_terms(code: Int[Array, "*s"], multiplier: Float[Array, "*g"] | None) -> tuple[Float[Array, "*s"], Float[Array, "*s"] | None]:
+    """(factor, pre) of a block: the magnitude v decodes to (v * pre) * factor; pre None stands for one.
+
+    E4M3 bytes come with their multiplier, E8M0 bytes with None.
+    """
+    if multiplier is not None:
         factor = e4m3_value(code) * multiplier
         return jnp.where(factor < SMALLEST_NORMAL, 0.0, factor), None
     factor = bits_float(jnp.maximum(code, 1) << 23)
@@ -123,11 +129,12 @@ def signed_value(
 ) -> Float[Array, "*s"]:
     """RN_bf16(magnitude * factor) with the sign, as float32; never -0. Rounded on the bits: no cast pair to fold."""
     scaled = magnitude if pre is None else magnitude * pre
-    product = scaled * factor
-    bits = round_bits_to_bf16(float_bits(jnp.where(product < SMALLEST_NORMAL, 0.0, product)))
+    # The limit makes every NaN the plain one: a GPU's own, 0x7FFFFFFF, would overflow in the rounding and come out finite.
+    bits = jnp.minimum(float_bits(scaled * factor) & 0x7FFFFFFF, QUIET_NAN_BITS)
+    bits = round_bits_to_bf16(jnp.where(bits < 0x00800000, 0, bits))
     return bits_float(jnp.where(bits == 0, 0, bits | (sign_bits & SIGN_BIT)))
 
 
 def round_bits_to_bf16(bits: Int[Array, "*s"]) -> Int[Array, "*s"]:
-    """Float32 bits rounded to eight significant bits, ties to even. Infinity and quiet NaN stay what they are."""
+    """Float32 bits rounded to eight significant bits, ties to even. Infinity stays, and so does NaN if its low bits are zero."""
     return (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000

@@ -1,5 +1,7 @@
 """From a tensor to its blocks and back: the last axis is padded with zeros to whole blocks."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
@@ -33,8 +35,8 @@ def join_blocks(blocks: Shaped[Array, "*rows blocks block"], size: int) -> Shape
     return blocks.reshape((*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1]))[..., :size]
 
 
-def per_block(multiplier: Float[Array, "*m"] | None) -> Float[Array, "*m 1 1"] | None:
-    """A row multiplier with the two axes of `split_blocks` appended; scalars stay scalars."""
-    if multiplier is None or multiplier.ndim == 0:
-        return multiplier
-    return multiplier[..., None, None]
+def per_block(value: Shaped[Any, "*m"]) -> Shaped[Any, "*m 1 1"]:
+    """A row value (or None) with the two axes of `split_blocks` appended; scalars stay scalars."""
+    if value is None or value.ndim == 0:
+        return value
+    return value[..., None, None]

@@ -1,10 +1,10 @@
 """The two array bundles of the API: a quantized tensor and a guidance record slice. Both are pytrees."""
 
 import dataclasses
-from typing import Literal
+from typing import Any
 
 import jax
-from jaxtyping import Array, Bool, Float, UInt8
+from jaxtyping import Bool, Float, UInt8
 
 from pallas_kernels.formats import BlockFormat
 
@@ -25,9 +25,9 @@ class Quantized:
       fmt: the format.
     """
 
-    codes: UInt8[Array, "*rows bytes"]
-    scales: UInt8[Array, "*rows blocks"]
-    multiplier: Float[Array, "*m"] | None
+    codes: UInt8[Any, "*rows bytes"]
+    scales: UInt8[Any, "*rows blocks"]
+    multiplier: Float[Any, "*m"] | None
     size: int = dataclasses.field(metadata={"static": True})
     fmt: BlockFormat = dataclasses.field(metadata={"static": True})
 
@@ -45,8 +45,8 @@ class Guide:
       valid: bool, broadcastable against the rows; false rows have no record.
     """
 
-    kind: Literal["scales", "mantissa", "codes"] = dataclasses.field(metadata={"static": True})
-    data: UInt8[Array, "*rows bytes"] | None
-    scales: UInt8[Array, "*rows blocks"]
-    multiplier: Float[Array, "*m"] | None
-    valid: Bool[Array, "*v"]
+    kind: str = dataclasses.field(metadata={"static": True})
+    data: UInt8[Any, "*rows bytes"] | None
+    scales: UInt8[Any, "*rows blocks"]
+    multiplier: Float[Any, "*m"] | None
+    valid: Bool[Any, "*v"]

@@ -7,6 +7,8 @@ NVFP4 counts thresholds with `>`: a tie goes to the smaller code. MXFP4 rounds t
 comparison is `>=`.
 """
 
+from collections.abc import Iterable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -16,10 +18,7 @@ from pallas_kernels.formats import E2M1_MIDPOINTS, E2M1_VALUES, BlockFormat
 def _passed(a: Float[Array, "*s"], step: Float[Array, "*b"], fmt: BlockFormat) -> list[Bool[Array, "*s"]]:
     """Which of the seven midpoints a magnitude has passed; NaN passes none."""
     ties_to_even = fmt.scale == "e8m0"
-    return [
-        a >= threshold * step if ties_to_even and index % 2 else a > threshold * step
-        for index, threshold in enumerate(E2M1_MIDPOINTS)
-    ]
+    return [a >= threshold * step if ties_to_even and index % 2 else a > threshold * step for index, threshold in enumerate(E2M1_MIDPOINTS)]
 
 
 def nearest_index(a: Float[Array, "*s"], step: Float[Array, "*b"], fmt: BlockFormat) -> Int[Array, "*s"]:
@@ -51,8 +50,8 @@ def _gaps() -> list[float]:
     return [high - low for low, high in zip(E2M1_VALUES, E2M1_VALUES[1:], strict=False)]
 
 
-def _total(terms):
-    result = None
-    for term in terms:
-        result = term if result is None else result + term
-    return result
+def _total(terms: Iterable[Array]) -> Array:
+    first, *rest = terms
+    for term in rest:
+        first = first + term
+    return first

@@ -5,13 +5,14 @@ The multiplier is a *decode* multiplier: value = code * block scale * multiplier
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.arithmetic import bits_float, magnitude_bits, multiplier_bits
 from pallas_kernels.formats import BlockFormat
 
 
-def decode_multiplier(amax: Float[Array, "*s"], *, nudged: bool = True) -> Float[Array, "*s"]:
+def decode_multiplier(amax: Float[ArrayLike, "*s"], *, nudged: bool = True) -> Float[Array, "*s"]:
     """2^-n for a tensor with the given largest magnitude, n the largest integer with amax * 2^n <= 2688.
 
     Args:
@@ -32,9 +33,7 @@ def tensor_multiplier(x: Float[Array, "*s"]) -> Float[Array, ""]:
     return jax.lax.stop_gradient(bits_float(multiplier_bits(jnp.max(bits, initial=0), True)))
 
 
-def resolve_multiplier(
-    x: Float[Array, "*rows d"], fmt: BlockFormat, multiplier: Float[Array, "*m"] | float | None
-) -> Float[Array, "*m"] | None:
+def resolve_multiplier(x: Float[Array, "*rows d"], fmt: BlockFormat, multiplier: ArrayLike | None) -> Float[Array, "*m"] | None:
     """The multiplier a quantizer uses for x: float32, scalar or with one axis for every leading axis of x.
 
     Raises ValueError for a multiplier the format does not have, or one that cannot be broadcast against the rows.
@@ -48,7 +47,7 @@ def resolve_multiplier(
     return align_multiplier(multiplier, x.shape[:-1])
 
 
-def align_multiplier(multiplier: Float[Array, "*m"] | float, rows: tuple[int, ...]) -> Float[Array, "*m"]:
+def align_multiplier(multiplier: ArrayLike, rows: tuple[int, ...]) -> Float[Array, "*m"]:
     """A multiplier as float32 with one axis for every axis of `rows` (a scalar stays a scalar)."""
     result = jnp.asarray(multiplier).astype(jnp.float32)
     if result.ndim == 0:

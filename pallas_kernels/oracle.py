@@ -4,6 +4,8 @@ Real arithmetic is done in float64, where every product of the contract is exact
 ml_dtypes. Tests compare every implementation with this file, bit for bit. NumPy in, NumPy out.
 """
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 from jaxtyping import Bool, Float, UInt8
@@ -36,19 +38,19 @@ def quantize(x: Float[np.ndarray, "*rows d"], fmt: BlockFormat, multiplier=None)
     codes = _nearest_codes(blocks, scales, n, fmt)
     codes = np.where(np.signbit(blocks) & (codes > 0), codes + 8, codes)
     multiplier = None if multiplier is None else np.asarray(multiplier, np.float32)
-    packed = pack_codes(codes.reshape(*x.shape[:-1], -1)[..., :size])
+    packed = pack_codes(_joined(codes, size))
     return Quantized(codes=packed, scales=scales, multiplier=multiplier, size=size, fmt=fmt)
 
 
-def dequantize(q: Quantized, dtype=ml_dtypes.bfloat16) -> Float[np.ndarray, "*rows d"]:
+def dequantize(q: Quantized, dtype: Any = ml_dtypes.bfloat16) -> Float[np.ndarray, "*rows d"]:
     """The values of a quantized tensor."""
     rows, count = q.scales.shape[:-1], q.scales.shape[-1]
     codes = unpack_codes(np.asarray(q.codes), q.size)
     codes = _pad(codes, count * q.fmt.block).reshape(*rows, count, q.fmt.block)
     magnitude = _decoded(_VALUES[codes & 7], np.asarray(q.scales), q.multiplier, q.fmt)
     value = np.where(codes >= 8, -magnitude, magnitude)
-    value = np.where(magnitude == 0, 0.0, value).reshape(*rows, -1)[..., : q.size]
-    return value.astype(np.float32).astype(dtype)
+    value = np.where(magnitude == 0, 0.0, value)
+    return _joined(value, q.size).astype(np.float32).astype(dtype)
 
 
 def fake_quant(x: Float[np.ndarray, "*rows d"], fmt: BlockFormat, multiplier=None) -> Float[np.ndarray, "*rows d"]:
@@ -84,7 +86,7 @@ def guided_fake_quant(x: Float[np.ndarray, "*rows d"], guide: Guide, fmt: BlockF
     magnitude = _decoded(_VALUES[index], scales, rollout_multiplier, fmt)
     magnitude = np.where(np.isfinite(blocks).all(axis=-1, keepdims=True), magnitude, np.nan)
     value = np.where(np.signbit(blocks) & (magnitude != 0), -magnitude, magnitude)
-    value = value.reshape(*rows, -1)[..., :size].astype(x.dtype)
+    value = _joined(value, size).astype(x.dtype)
     return np.where(np.broadcast_to(np.asarray(guide.valid), rows)[..., None], value, plain)
 
 
@@ -97,8 +99,9 @@ def round_to_bf16(x: Float[np.ndarray, "*s"]) -> Float[np.ndarray, "*s"]:
 def fake_quant_fp8(x: Float[np.ndarray, "*rows d"], *, block: int | None = 128) -> Float[np.ndarray, "*rows d"]:
     """x rounded to E4M3 under the smallest power-of-two scale per block that avoids saturation."""
     rows, size = x.shape[:-1], x.shape[-1]
-    block = size if block is None else min(block, size)
-    blocks = _pad(_float64(x), -(-size // block) * block).reshape(*rows, -1, block)
+    length = size if block is None else min(block, size)
+    count = -(-size // length)
+    blocks = _pad(_float64(x), count * length).reshape(*rows, count, length)
     amax = np.max(np.abs(blocks), axis=-1, keepdims=True)
     finite = np.isfinite(amax)
     fraction, exponent = np.frexp(np.where(finite, amax, 0.0))
@@ -108,7 +111,7 @@ def fake_quant_fp8(x: Float[np.ndarray, "*rows d"], *, block: int | None = 128) 
     value = np.where(finite, _flushed(rounded * np.ldexp(1.0, exponent)), np.nan)
     value = np.where(value == 0, 0.0, value)
     with np.errstate(over="ignore"):
-        return value.reshape(*rows, -1)[..., :size].astype(np.float32).astype(x.dtype)
+        return _joined(value, size).astype(np.float32).astype(x.dtype)
 
 
 def pack_codes(codes: UInt8[np.ndarray, "*rows d"]) -> UInt8[np.ndarray, "*rows bytes"]:
@@ -119,7 +122,7 @@ def pack_codes(codes: UInt8[np.ndarray, "*rows d"]) -> UInt8[np.ndarray, "*rows 
 
 def unpack_codes(packed: UInt8[np.ndarray, "*rows bytes"], size: int) -> UInt8[np.ndarray, "*rows d"]:
     """The first `size` codes."""
-    return np.stack([packed % 16, packed // 16], axis=-1).reshape(*packed.shape[:-1], -1)[..., :size]
+    return np.stack([packed % 16, packed // 16], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])[..., :size]
 
 
 def pack_bits(bits: UInt8[np.ndarray, "*rows d"] | Bool[np.ndarray, "*rows d"]) -> UInt8[np.ndarray, "*rows bytes"]:
@@ -156,6 +159,10 @@ def _flushed(x):
 
 def _pad(x, length: int):
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])])
+
+
+def _joined(blocks, size: int):
+    return blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1])[..., :size]
 
 
 def _blocks(x, fmt: BlockFormat):

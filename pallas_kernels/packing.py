@@ -3,42 +3,53 @@
 NumPy arrays and jax arrays are both accepted; the result is a jax array (`pallas_kernels.oracle` has the NumPy twins).
 """
 
+import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Integer, UInt8
 
+from pallas_kernels.blocks import pad_last
 
-def pack_codes(codes: Integer[Array, "*rows d"]) -> UInt8[Array, "*rows bytes"]:
+
+def pack_codes(codes: Integer[ArrayLike, "*rows d"]) -> UInt8[Array, "*rows bytes"]:
     """Codes 0..15 to ceil(d/2) bytes: the low nibble is the even index, a missing last code is 0."""
-    codes = jnp.asarray(codes).astype(jnp.int32)
-    pairs = _grouped(codes, 2)
-    return (pairs[..., 0] | (pairs[..., 1] << 4)).astype(jnp.uint8)
+    codes = _padded(jnp.asarray(codes).astype(jnp.uint8), 2)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def unpack_codes(packed: UInt8[Array, "*rows bytes"], size: int) -> UInt8[Array, "*rows d"]:
+def unpack_codes(packed: UInt8[ArrayLike, "*rows bytes"], size: int) -> UInt8[Array, "*rows d"]:
     """The first `size` codes of packed bytes, one a byte."""
     packed = jnp.asarray(packed)
     _check_length(packed, size, 2)
     return interleave_nibbles(packed)[..., :size].astype(jnp.uint8)
 
 
-def pack_bits(bits: Integer[Array, "*rows d"] | Bool[Array, "*rows d"]) -> UInt8[Array, "*rows bytes"]:
+def pack_bits(bits: Integer[ArrayLike, "*rows d"] | Bool[ArrayLike, "*rows d"]) -> UInt8[Array, "*rows bytes"]:
     """Zeros and ones (or bools) to ceil(d/8) bytes, least significant bit first."""
     bits = jnp.asarray(bits).astype(jnp.int32)
-    octets = _grouped(bits, 8)
+    padded = _padded(bits, 8)
+    octets = padded.reshape((*padded.shape[:-1], padded.shape[-1] // 8, 8))
     shifts = jnp.arange(8, dtype=jnp.int32).reshape((1,) * (octets.ndim - 1) + (8,))
     return jnp.sum(octets << shifts, axis=-1).astype(jnp.uint8)
 
 
-def unpack_bits(packed: UInt8[Array, "*rows bytes"], size: int) -> UInt8[Array, "*rows d"]:
+def unpack_bits(packed: UInt8[ArrayLike, "*rows bytes"], size: int) -> UInt8[Array, "*rows d"]:
     """The first `size` bits of packed bytes, one a byte."""
     packed = jnp.asarray(packed)
     _check_length(packed, size, 8)
     return spread_bits(packed)[..., :size].astype(jnp.uint8)
 
 
-def mantissa_bits(codes_packed: UInt8[Array, "*rows bytes"], size: int) -> UInt8[Array, "*rows bits"]:
+def mantissa_bits(codes_packed: UInt8[ArrayLike, "*rows bytes"], size: int) -> UInt8[Array, "*rows bits"]:
     """The low bit of each of `size` packed codes, packed: the one-bit guidance record of a full record."""
     return pack_bits(unpack_codes(codes_packed, size) & 1)
+
+
+def join_nibbles(codes: Int[Array, "*rows codes"]) -> Int[Array, "*rows bytes"]:
+    """An even number of codes to bytes, low nibble first, all int32. For Pallas bodies, which cannot take strided slices."""
+    pairs = codes.reshape((*codes.shape[:-1], codes.shape[-1] // 2, 2))
+    shifts = 4 * jax.lax.broadcasted_iota(jnp.int32, pairs.shape, pairs.ndim - 1)
+    return jnp.sum(pairs << shifts, axis=-1)
 
 
 def interleave_nibbles(packed: UInt8[Array, "*rows bytes"]) -> Int[Array, "*rows nibbles"]:
@@ -54,11 +65,8 @@ def spread_bits(packed: UInt8[Array, "*rows bytes"]) -> Int[Array, "*rows bits"]
     return ((word >> lane) & 1).reshape((*packed.shape[:-1], 8 * packed.shape[-1]))
 
 
-def _grouped(values: Int[Array, "*rows d"], width: int) -> Int[Array, "*rows groups width"]:
-    padding = -values.shape[-1] % width
-    if padding:
-        values = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, padding)])
-    return values.reshape((*values.shape[:-1], values.shape[-1] // width, width))
+def _padded(values: Integer[Array, "*rows d"], width: int) -> Integer[Array, "*rows padded"]:
+    return pad_last(values, -(-values.shape[-1] // width) * width)
 
 
 def _check_length(packed: UInt8[Array, "*rows bytes"], size: int, per_byte: int) -> None:

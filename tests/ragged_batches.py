@@ -38,7 +38,7 @@ def pack(values: np.ndarray, bits: int) -> np.ndarray:
     return packed
 
 
-def random_record(rng, num_tokens, kind="mantissa", layer_ids=(2, 3), **options: Any) -> GuidanceRecord:
+def random_record(rng, num_tokens, kind: Any = "mantissa", layer_ids=(2, 3), **options: Any) -> GuidanceRecord:
     sites = {
         "expert_input": random_site(rng, num_tokens, layer_ids, (), 40, kind, **options),
         "k": random_site(rng, num_tokens, layer_ids, (2,), 24, kind, **options),
@@ -47,9 +47,7 @@ def random_record(rng, num_tokens, kind="mantissa", layer_ids=(2, 3), **options:
     return GuidanceRecord(kind, sites, rng.random(num_tokens) < 0.8, rng.integers(0, 5, num_tokens, dtype=np.int32))
 
 
-def random_trajectories(
-    lengths, seed=0, first_id=0, guidance: Any = "mantissa", routes=True, audit=False, top=0, **options: Any
-) -> Trajectories:
+def random_trajectories(lengths, seed=0, first_id=0, guidance: Any = "mantissa", routes=True, audit=False, top=0, **options: Any) -> Any:
     """Sequences of the given lengths with everything random; `guidance` is a kind or None."""
     rng = np.random.default_rng(seed)
     lengths = np.asarray(lengths, np.int64)

@@ -50,14 +50,17 @@ def test_kernels_need_jax_and_numpy_only() -> None:
 
 
 def test_files_are_small() -> None:
-    sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in (*SOURCES, *sorted((ROOT / "tests").rglob("*.py")))}
+    sizes = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in (*SOURCES, *sorted((ROOT / "tests").rglob("*.py")))
+    }
     assert not {name: lines for name, lines in sizes.items() if lines > 500}
     source = [lines for name, lines in sizes.items() if not name.startswith("tests")]
     assert sorted(source)[len(source) * 9 // 10] <= 250
 
 
 @pytest.mark.parametrize(
-    "module", [".".join(path.parent.relative_to(ROOT).parts) for path in SOURCES if path.name == "__init__.py" and "__all__" in path.read_text()]
+    "module",
+    [".".join(path.parent.relative_to(ROOT).parts) for path in SOURCES if path.name == "__init__.py" and "__all__" in path.read_text()],
 )
 def test_public_names_exist(module: str) -> None:
     package = importlib.import_module(module)
@@ -77,7 +80,9 @@ def test_public_functions_and_classes_are_documented() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    assert not [str(path.relative_to(ROOT)) for path in SOURCES if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not [
+        str(path.relative_to(ROOT)) for path in SOURCES if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
+    ]
 
 
 def test_nothing_unfinished_or_local_is_committed() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from trace_jax.errors import UserError
 
@@ -26,12 +25,23 @@ class Tokenizer(Protocol):
       stop_ids: drawing one of them ends an answer.
     """
 
-    name: str
-    vocab_size: int
-    bos_id: int | None
-    eos_id: int
-    pad_id: int
-    stop_ids: tuple[int, ...]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def bos_id(self) -> int | None: ...
+
+    @property
+    def eos_id(self) -> int: ...
+
+    @property
+    def pad_id(self) -> int: ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]: ...
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special ids."""
@@ -50,14 +60,16 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer of a config.
 
     Args:
-      spec: "byte", "ascii", or a directory with Hugging Face tokenizer files.
+      spec: "byte", "ascii", or a directory with a Hugging Face tokenizer.json.
 
     Raises:
       UserError: no such directory, or no usable tokenizer in it.
     """
     if spec in ("byte", "ascii"):
         return CodeUnitTokenizer(spec, 256 if spec == "byte" else 128)
-    return _load_hf(spec)
+    from trace_jax.hf_tokenizer import load_hf_tokenizer
+
+    return load_hf_tokenizer(spec)
 
 
 @dataclass(frozen=True)
@@ -112,88 +124,29 @@ class CodeUnitTokenizer:
         return [self.bos_id, *self.encode(text + "\n")]
 
 
-@dataclass(frozen=True)
-class HFTokenizer:
-    """A Hugging Face tokenizer; `tokenizer` is a transformers PreTrainedTokenizerFast."""
+def prefix_problems(tokenizer: Tokenizer) -> list[str]:
+    """Why a second turn's prompt, rendered anew, does not continue the first turn's ids; empty if it does.
 
-    name: str
-    tokenizer: Any
-    vocab_size: int
-    bos_id: int | None
-    eos_id: int
-    pad_id: int
-    stop_ids: tuple[int, ...]
-
-    def encode(self, text: str) -> list[int]:
-        """Ids without special ids; text that looks like a special token is encoded as ordinary text where the backend can."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special ids."""
-        return self.tokenizer.decode([int(token) for token in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def apply_prompt(self, question: Prompt) -> list[int]:
-        """The chat template with the generation prompt; without a template bos (if any), the text and a newline."""
-        if self.tokenizer.chat_template:
-            messages = [{"role": "user", "content": question}] if isinstance(question, str) else [dict(message) for message in question]
-            return self.render(messages, add_generation_prompt=True)
-        text = question if isinstance(question, str) else "\n".join(message["content"] for message in question)
-        return [*([] if self.bos_id is None else [self.bos_id]), *self.encode(text + "\n")]
-
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> list[int]:
-        """Ids of a conversation under the chat template.
-
-        Raises:
-          UserError: the template refuses the conversation.
-        """
-        try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
-        except Exception as error:
-            # Templates raise jinja errors of many types, among them deliberate ones ("system role not supported").
-            raise UserError(f"tokenizer {self.name}: its chat template refuses the prompt ({error}); change the messages or the template") from error
-        return self.encode(text)
-
-
-def _load_hf(spec: str) -> HFTokenizer:
-    if not os.path.isdir(spec):
-        raise UserError(f"tokenizer {spec!r} is not a directory; write byte, ascii or a directory with Hugging Face tokenizer files")
-    if not any(os.path.exists(os.path.join(spec, file)) for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")):
-        raise UserError(f"tokenizer directory {spec!r} has no tokenizer.json; save the tokenizer there with save_pretrained")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise UserError(f"tokenizer {spec!r} needs the package transformers; install trace-jax[hf]") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(spec, local_files_only=True)
-    except Exception as error:
-        # The loaders raise whatever a broken file makes them trip over.
-        raise UserError(f"tokenizer directory {spec!r} cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0][:200]})") from error
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise UserError(f"tokenizer directory {spec!r} names no eos_token; add it to tokenizer_config.json, answers could not end")
-    pad = tokenizer.pad_token_id
-    return HFTokenizer(
-        name=spec,
-        tokenizer=tokenizer,
-        vocab_size=max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1),
-        bos_id=tokenizer.bos_token_id,
-        eos_id=eos,
-        pad_id=eos if pad is None else pad,
-        stop_ids=_stop_ids(spec, eos),
-    )
-
-
-def _stop_ids(spec: str, eos: int) -> tuple[int, ...]:
-    """eos and the further end ids of generation_config.json (Qwen and Llama list several)."""
-    path = os.path.join(spec, "generation_config.json")
-    if not os.path.exists(path):
-        return (eos,)
-    import json
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            listed = json.load(file).get("eos_token_id", [])
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not a JSON object ({error}); mend or remove it") from error
-    more = listed if isinstance(listed, list) else [listed]
-    return tuple(dict.fromkeys([eos, *(token for token in more if isinstance(token, int))]))
+    Renders two turns with and without a system message and with a `<think>` block in the first answer (pitfalls TOK-02, -04,
+    -05). With problems, a conversation of several turns must be built by concatenating ids, never by rendering it again.
+    """
+    problems = []
+    for system in (False, True):
+        for answer in ("One.", "<think>\nHm.\n</think>\n\nOne."):
+            case = f"{'with' if system else 'without'} a system message, {'with' if 'think' in answer else 'without'} a think block"
+            first = [*([{"role": "system", "content": "Be brief."}] if system else []), {"role": "user", "content": "Count."}]
+            second = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "Go on."}]
+            try:
+                prompt, continued = tokenizer.apply_prompt(first), tokenizer.apply_prompt(second)
+            except UserError:
+                if not system:
+                    raise
+                continue  # a template may refuse system messages; then no conversation has one
+            turn = [*prompt, *tokenizer.encode(answer)]
+            if continued[: len(prompt)] != prompt:
+                problems.append(f"{case}: the first prompt is rendered differently once a turn follows")
+            elif continued[: len(turn)] != turn:
+                problems.append(f"{case}: the first answer is rendered differently once a turn follows")
+            elif continued[len(turn)] not in tokenizer.stop_ids:
+                problems.append(f"{case}: no stop id follows the first answer")
+    return problems

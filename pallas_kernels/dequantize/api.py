@@ -37,10 +37,11 @@ def dequantize(q: Quantized, dtype=jnp.bfloat16, *, implementation: str | None =
         raise ValueError(f"{q.fmt.name} needs {'a' if q.fmt.has_multiplier else 'no'} multiplier, got {q.multiplier}")
     multiplier = None if q.multiplier is None else align_multiplier(q.multiplier, rows)
 
+    arguments = (q.codes, q.scales, multiplier, q.size, q.fmt, jnp.dtype(dtype))
+
     def pallas():
         from pallas_kernels.dequantize import pallas as kernel
 
-        return kernel.dequantize(q.codes, q.scales, multiplier, q.size, q.fmt)
+        return kernel.dequantize(*arguments)
 
-    values = dispatch(implementation, lambda: reference.dequantize(q.codes, q.scales, multiplier, q.size, q.fmt), pallas)
-    return values.astype(dtype)
+    return dispatch(implementation, lambda: reference.dequantize(*arguments), pallas)

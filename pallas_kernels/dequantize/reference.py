@@ -12,16 +12,17 @@ from pallas_kernels.formats import BlockFormat
 from pallas_kernels.packing import interleave_nibbles
 
 
-@functools.partial(jax.jit, static_argnames=("size", "fmt"))
+@functools.partial(jax.jit, static_argnames=("size", "fmt", "dtype"))
 def dequantize(
     codes: UInt8[Array, "*rows bytes"],
     scales: UInt8[Array, "*rows blocks"],
     multiplier: Float[Array, "*m"] | None,
     size: int,
     fmt: BlockFormat,
+    dtype,
 ) -> Float[Array, "*rows d"]:
-    """Float32 array of the values, each exact in bfloat16."""
+    """The values, each exact in bfloat16, in `dtype`."""
     count = scales.shape[-1]
     nibbles = interleave_nibbles(pad_last(codes, count * fmt.block // 2)).reshape((*scales.shape, fmt.block))
-    factor, pre = decode_terms(scales[..., None].astype(jnp.int32), per_block(multiplier), fmt)
-    return join_blocks(signed_value(e2m1_magnitude(nibbles & 7), nibbles << 28, factor, pre), size)
+    factor, pre = decode_terms(scales[..., None].astype(jnp.int32), per_block(multiplier))
+    return join_blocks(signed_value(e2m1_magnitude(nibbles & 7), nibbles << 28, factor, pre), size).astype(dtype)

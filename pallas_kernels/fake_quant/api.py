@@ -3,6 +3,7 @@
 import functools
 
 import jax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.blocks import check_input
@@ -15,7 +16,7 @@ from pallas_kernels.multiplier import resolve_multiplier
 def fake_quant(
     x: Float[Array, "*rows d"],
     fmt: BlockFormat,
-    multiplier: Float[Array, "*m"] | float | None = None,
+    multiplier: ArrayLike | None = None,
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*rows d"]:

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.blocks import check_input
@@ -18,7 +19,7 @@ def guided_fake_quant(
     x: Float[Array, "*rows d"],
     guide: Guide,
     fmt: BlockFormat,
-    multiplier: Float[Array, "*m"] | float | None,
+    multiplier: ArrayLike | None,
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*rows d"]:

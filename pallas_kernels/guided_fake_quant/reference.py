@@ -27,10 +27,9 @@ def guided_fake_quant(
     """x rounded under the record; multipliers and `valid` have one axis for every leading axis of x, or none."""
     blocks = split_blocks(x, fmt)
     record = _unpacked(data, blocks.shape, kind)
-    valid = per_block(valid)
     scales = scales[..., None].astype(jnp.int32)
     amax = jnp.max(magnitude_bits(blocks), axis=-1, keepdims=True)
-    out = guided_values(blocks, amax, record, scales, valid, per_block(multiplier), per_block(rollout_multiplier), kind, fmt)
+    out = guided_values(blocks, amax, record, scales, per_block(valid), per_block(multiplier), per_block(rollout_multiplier), kind, fmt)
     return join_blocks(out, x.shape[-1]).astype(x.dtype)
 
 

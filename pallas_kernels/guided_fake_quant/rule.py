@@ -43,11 +43,11 @@ def guided_values(
 ) -> Float[Array, "*rows block"]:
     """Float32 values of guided rounding; every argument broadcasts against x."""
     own_gain = None if multiplier is None else encode_gain(multiplier)
-    own_scales = scale_code(amax_bits, own_gain, fmt)
+    own_scales = scale_code(amax_bits, own_gain)
     scales = jnp.where(valid, rollout_scales, own_scales)
-    if multiplier is not None:
+    if multiplier is not None and rollout_multiplier is not None:
         multiplier = jnp.where(valid, rollout_multiplier, multiplier)
-    gain, step = encode_terms(scales, None if multiplier is None else encode_gain(multiplier), fmt)
+    gain, step = encode_terms(scales, None if multiplier is None else encode_gain(multiplier))
 
     # Under a huge rollout scale the product may be subnormal; as everywhere that counts as zero, which is on a code.
     a = bits_float(magnitude_bits(x)) * gain
@@ -63,7 +63,7 @@ def guided_values(
         on_code = (a == value * step) & (a < 6.0 * step)
         upper = jnp.where(valid, _recorded_choice(x, index, record, kind) & ~on_code, upper)
 
-    factor, pre = decode_terms(scales, multiplier, fmt)
+    factor, pre = decode_terms(scales, multiplier)
     # The rollout's scale cannot tell that x is not finite, so the block says so itself.
     factor = jnp.where(amax_bits >= INFINITY_BITS, jnp.nan, factor)
     return signed_value(jnp.where(upper, value + gap, value), float_bits(x), factor, pre)

@@ -1,6 +1,7 @@
 """`quantize`: the user's function."""
 
 import jax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.blocks import check_input
@@ -14,7 +15,7 @@ from pallas_kernels.quantize import reference
 def quantize(
     x: Float[Array, "*rows d"],
     fmt: BlockFormat,
-    multiplier: Float[Array, "*m"] | float | None = None,
+    multiplier: ArrayLike | None = None,
     *,
     implementation: str | None = None,
 ) -> Quantized:

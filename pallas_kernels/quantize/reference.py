@@ -21,10 +21,13 @@ def quantize(
     blocks = split_blocks(x, fmt)
     magnitudes = magnitude_bits(blocks)
     amax = jnp.max(magnitudes, axis=-1, keepdims=True)
-    gain = None if multiplier is None else encode_gain(per_block(multiplier))
-    scales = scale_code(amax, gain, fmt)
-    gain, step = encode_terms(scales, gain, fmt)
+    multiplier = per_block(multiplier)
+    gain = None if multiplier is None else encode_gain(multiplier)
+    scales = scale_code(amax, gain)
+    gain, step = encode_terms(scales, gain)
     index = nearest_index(bits_float(magnitudes) * gain, step, fmt)
     # Code 8 would be -0: the sign goes only onto a code above zero.
     codes = jnp.where((index > 0) & (float_bits(blocks) < 0), index + 8, index)
-    return pack_codes(join_blocks(codes, x.shape[-1])), scales[..., 0].astype(jnp.uint8)
+    # Without the barrier XLA on CPU computes every code again for each byte that it goes into.
+    codes = jax.lax.optimization_barrier(join_blocks(codes.astype(jnp.uint8), x.shape[-1]))
+    return pack_codes(codes), scales[..., 0].astype(jnp.uint8)

@@ -1,6 +1,10 @@
 """The guidance record: exact sizes, smaller forms, joining."""
 
+# The attachments (routes, guidance, audit) are optional in the types and present in these batches.
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
+
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_batches import assert_same, pack, random_record, random_site
 
+from pallas_kernels import mantissa_bits
 from trace_jax.guidance import GuidanceRecord, SiteRecord
 from trace_jax.guidance.compact import code_low_bits
 
@@ -69,6 +74,7 @@ def test_total_counts_every_byte_of_every_array(num_tokens, kind, per_token, fla
 def test_t7_low_bits_of_codes(size, rows, seed):
     codes = np.random.default_rng(seed).integers(0, 16, (rows, 2, size), dtype=np.uint8)
     np.testing.assert_array_equal(code_low_bits(pack(codes, 4), size), pack(codes & 1, 1))
+    np.testing.assert_array_equal(code_low_bits(pack(codes, 4), size), np.asarray(mantissa_bits(pack(codes, 4), size)))  # pyright: ignore
 
 
 def test_t7_low_bits_of_every_code_and_of_dirty_padding():
@@ -104,12 +110,12 @@ def test_joining_keeps_every_multiplier():
     first, second = (random_record(np.random.default_rng(seed), 3) for seed in (1, 2))
     same = GuidanceRecord.concat([first, first], [3, 3])
     assert same.sites["k"].multiplier.shape == (2,)
-    joined = GuidanceRecord.concat([first, None, second], [3, 2, 3])
+    joined: Any = GuidanceRecord.concat([first, None, second], [3, 2, 3])
     joined.validate(8)
     multiplier = joined.sites["k"].multiplier
     assert multiplier.shape == (8, 2)
-    np.testing.assert_array_equal(multiplier[:3], np.broadcast_to(first.sites["k"].multiplier, (3, 2)))
-    np.testing.assert_array_equal(multiplier[5:], np.broadcast_to(second.sites["k"].multiplier, (3, 2)))
+    np.testing.assert_array_equal(multiplier[:3], np.tile(np.asarray(first.sites["k"].multiplier), (3, 1)))
+    np.testing.assert_array_equal(multiplier[5:], np.tile(np.asarray(second.sites["k"].multiplier), (3, 1)))
     assert not joined.valid[3:5].any()
     # A part without tokens has no say in the multiplier.
     assert GuidanceRecord.concat([second.blank(0), first], [0, 3]).sites["k"].multiplier.shape == (2,)

@@ -132,7 +132,7 @@ def test_console_goes_to_stderr_by_default(tmp_path, capsys):
 
 def test_tensorboard_file_holds_the_scalars(tmp_path):
     pytest.importorskip("tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto import event_pb2
 
     with open_writers(tmp_path, ["tensorboard"]) as log:
         log.write(4, {"reward/mean": 0.75, "note": "text", "missing": math.nan})
@@ -140,7 +140,7 @@ def test_tensorboard_file_holds_the_scalars(tmp_path):
     data, values, offset = file.read_bytes(), {}, 0
     while offset < len(data):  # TFRecord: u64 length, u32 crc, data, u32 crc
         length = int.from_bytes(data[offset : offset + 8], "little")
-        event = Event.FromString(data[offset + 12 : offset + 12 + length])
+        event = event_pb2.Event.FromString(data[offset + 12 : offset + 12 + length])  # pyright: ignore[reportAttributeAccessIssue]  (made at import)
         values |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
         offset += length + 16
     assert values[("reward/mean", 4)] == 0.75

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -85,20 +86,21 @@ def make_checkpoint(tmp_path: Path) -> Callable[..., Checkpoint]:
     return make
 
 
+@functools.partial(jax.jit, static_argnames=("config", "experts_implementation"))
+def _logits(config: Qwen3MoeConfig, params: Any, tokens: jax.Array, experts_implementation: str) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    mask = causal_mask(positions, jnp.ones(tokens.shape, jnp.int32))
+    inputs = ForwardInputs(tokens=tokens, positions=positions, mask=mask, multipliers={})
+    options = ForwardOptions(compute_dtype="float32", experts_implementation=experts_implementation)
+    hidden = apply("qwen3_moe", config, params, inputs, options).hidden
+    return logits_of(hidden, output_head("qwen3_moe", config, params))
+
+
 @pytest.fixture
 def unquantized_logits() -> Callable[..., jax.Array]:
     """Logits `[B, T, V]` of a Qwen3-MoE without quantization, in float32: `unquantized_logits(config, params, tokens)`."""
 
     def logits(config: Qwen3MoeConfig, params: Any, tokens: np.ndarray, experts_implementation: str = "dense") -> jax.Array:
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-        inputs = ForwardInputs(
-            tokens=jnp.asarray(tokens, jnp.int32),
-            positions=positions,
-            mask=causal_mask(positions, jnp.ones(tokens.shape, jnp.int32)),
-            multipliers={},
-        )
-        options = ForwardOptions(compute_dtype="float32", experts_implementation=experts_implementation)
-        hidden = apply("qwen3_moe", config, params, inputs, options).hidden
-        return logits_of(hidden, output_head("qwen3_moe", config, params))
+        return _logits(config, params, jnp.asarray(tokens, jnp.int32), experts_implementation)
 
     return logits

@@ -87,7 +87,7 @@ def test_summary_holds_the_recorded_figures(trace_run, qat_run):
     assert table["Held-out pass@1 (validation), before → after"][0] == "0.180 [0.120, 0.240] → 0.750 [0.690, 0.810]"
     assert table["Record, bytes per token"] == ["232", "not recorded"]
     assert table["Time per step, median"][0] == "1.16 s"
-    assert table["KL (k3), unguided forward, median"][1] == "not recorded"
+    assert table["KL (k3) of the unguided forward, median"][1] == "not recorded"
     assert table["Audited code agreement, mean over layers and sites"][0].endswith("%")
 
 
@@ -132,12 +132,6 @@ def panel(title):
     return next(panel for section in SECTIONS for panel in section.panels if panel.title == title)
 
 
-def rows(**columns):
-    return [
-        dict(zip(["step", *columns], values, strict=True)) for values in zip(range(len(next(iter(columns.values())))), *columns.values())
-    ]
-
-
 @pytest.mark.parametrize("title", PANELS)
 def test_an_empty_panel_says_so(title):
     axes = axes_of(panel(title).draw, [Run("run", [{"step": 1, "unknown": 1.0}])])
@@ -162,7 +156,7 @@ def test_mis_07_the_curve_is_named_for_the_forward_and_the_summary_is_a_median()
     # A run without guidance must not be called guided.
     assert axes.get_legend_handles_labels()[1] == ["training forward, not guided"]
     # One outlier step does not move the median.
-    assert dict(summary_table([run]))["KL (k3), guided forward, median"] == ["1.00e-03"]
+    assert dict(summary_table([run]))["KL (k3) of the forward that trains, median"] == ["1.00e-03 (not guided)"]
 
 
 def test_curves_hold_the_recorded_values():

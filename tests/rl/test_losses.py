@@ -40,7 +40,7 @@ def test_hand_computed(transform):
 
 
 def test_vmap_over_sequences_sums_to_the_batch():
-    rows, _ = jax.vmap(lambda *row: loss_sum(*(x[None] for x in row)))(LOGP, LOGP_OLD, ADVANTAGES, MASK)
+    rows, _ = jax.vmap(lambda a, b, c, d: loss_sum(a[None], b[None], c[None], d[None]))(LOGP, LOGP_OLD, ADVANTAGES, MASK)
     np.testing.assert_allclose(rows, [-5.56, 2.3], rtol=1e-6)
 
 
@@ -51,7 +51,7 @@ def test_on_policy_gradient_is_the_policy_gradient():
 
 
 def test_only_logp_has_a_gradient():
-    gradients = jax.grad(lambda *a: loss_sum(LOGP, *a[:2], MASK, a[2])[0], argnums=(0, 1, 2))(LOGP_OLD, ADVANTAGES, WEIGHTS)
+    gradients = jax.grad(lambda a, b, c: loss_sum(LOGP, a, b, MASK, c)[0], argnums=(0, 1, 2))(LOGP_OLD, ADVANTAGES, WEIGHTS)
     for gradient in gradients:
         np.testing.assert_array_equal(gradient, jnp.zeros_like(gradient))
 
@@ -88,7 +88,7 @@ def test_adv_03_denominator_with_and_without_zero_variance_groups():
 def test_len_06_token_mean_with_a_padded_row():
     padded = jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), (LOGP, LOGP_OLD, ADVANTAGES))
     mask = jnp.concatenate([MASK, jnp.zeros((1, 3), bool)])
-    value, stats = loss_sum(*padded, mask)
+    value, stats = loss_sum(padded[0], padded[1], padded[2], mask)
     # Mean over the 5 sampled tokens. A mean per sequence first would give (-5.56 / 3 + 2.3 / 2) / 2 = -0.3516667.
     np.testing.assert_allclose(token_mean(value, token_count(mask)), LOSS_SUM / 5, rtol=1e-6)
     assert finalize(stats)["policy/clip_fraction"] == pytest.approx(CLIPPED)

@@ -84,7 +84,7 @@ class EchoEngine:
 
 
 def requests_for(ids):
-    return [Request(sample_id=i, prompt_id=i, group=0, tokens=[i % 50, 1], max_new_tokens=1) for i in ids]
+    return [Request(sample_id=i, prompt_id=i, group=0, tokens=np.asarray([i % 50, 1], np.int32), max_new_tokens=1) for i in ids]
 
 
 def test_generate_returns_the_order_of_the_requests():

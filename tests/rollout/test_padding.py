@@ -1,5 +1,8 @@
 """Padded and packed views, and the division into micro-batches."""
 
+# The attachments (routes, guidance, audit) are optional in the types and present in these batches.
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
+
 import numpy as np
 import pytest
 from hypothesis import given, settings

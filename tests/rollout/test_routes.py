@@ -1,5 +1,8 @@
 """Routes: global layer ids, missing rows, joining, agreement."""
 
+# The attachments (routes, guidance, audit) are optional in the types and present in these batches.
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
+
 import dataclasses
 
 import numpy as np

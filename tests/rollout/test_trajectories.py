@@ -1,5 +1,8 @@
 """Trajectories: contract checks, joining and choosing, files, JSON rows."""
 
+# The attachments (routes, guidance, audit) are optional in the types and present in these batches.
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
+
 import dataclasses
 import json
 
@@ -8,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_batches import assert_same, random_trajectories
+from safetensors.numpy import load_file
 
 from trace_jax.errors import UserError
 from trace_jax.rollout import FinishReason, Trajectories
@@ -138,10 +142,9 @@ def test_file_round_trip(tmp_path_factory, lengths, seed, extras, kind):
 
 
 def test_file_opens_with_the_safetensors_library(tmp_path):
-    safetensors = pytest.importorskip("safetensors.numpy")
     batch = random_trajectories([3, 2])
     save_trajectories(tmp_path / "x.safetensors", batch)
-    arrays = safetensors.load_file(tmp_path / "x.safetensors")
+    arrays = load_file(tmp_path / "x.safetensors")
     np.testing.assert_array_equal(arrays["tokens"], batch.tokens)
     np.testing.assert_array_equal(arrays["guidance.sites.k.data"], batch.guidance.sites["k"].data)
 

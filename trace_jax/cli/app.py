@@ -60,7 +60,7 @@ class _LazyGroup(TyperGroup):
         return get_command(single)
 
 
-app = typer.Typer(cls=_LazyGroup, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(cls=_LazyGroup, add_completion=False, invoke_without_command=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -71,9 +71,12 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def program(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)] = False,
 ) -> None:
     """RL fine-tuning of Mixture-of-Experts models with rollout-guided FP4 quantization."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def run(command: Callable[[], Any]) -> int:

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -75,19 +75,25 @@ def stderr_console() -> Console:
     return Console(stderr=True)
 
 
+def result_console() -> Console:
+    """A console for the result on stdout: as wide as the terminal, and wide enough for tables when there is none."""
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
 @contextmanager
-def progress(description: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+def progress(description: str, total: int | None = None, console: Console | None = None) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr, shown on a terminal only.
 
     Args:
       description: what is counted.
       total: how many; None shows a spinner.
+      console: print lines on the same one, or they break the bar; a new one on stderr by default.
 
     Yields:
       A function that sets how many are done.
     """
     columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    console = stderr_console()
+    console = console or stderr_console()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         task = bars.add_task(description, total=total)
         yield lambda done: bars.update(task, completed=done)
@@ -119,15 +125,14 @@ def to_json(value: Any) -> Any:
     """A JSON-able copy: NumPy and JAX values become Python ones, NaN and infinities become null, paths text."""
     if isinstance(value, Mapping):
         return {str(name): to_json(item) for name, item in value.items()}
-    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes):
+    if isinstance(value, list | tuple | set | frozenset):
         return [to_json(item) for item in value]
-    if hasattr(value, "tolist"):
-        return to_json(value.tolist())
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
         return value
-    return str(value)
+    tolist = getattr(value, "tolist", None)  # NumPy and JAX, arrays and scalars
+    return str(value) if tolist is None else to_json(tolist())
 
 
 def split_names(text: str | None) -> list[str] | None:

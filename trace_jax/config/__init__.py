@@ -6,4 +6,15 @@ from trace_jax.config.load import dump, from_mapping, load, parse_override
 from trace_jax.config.presets import METHODS
 from trace_jax.config.schema import Config
 
-__all__ = ["METHODS", "Config", "check", "check_for_training", "dump", "from_mapping", "load", "parse_layers", "parse_override", "resolve_layers"]
+__all__ = [
+    "METHODS",
+    "Config",
+    "check",
+    "check_for_training",
+    "dump",
+    "from_mapping",
+    "load",
+    "parse_layers",
+    "parse_override",
+    "resolve_layers",
+]

@@ -51,7 +51,9 @@ def check_for_training(config: Config) -> None:
 def _check_model(config: Config) -> None:
     model = config.model
     if model.source is None and not model.config:
-        raise UserError("model.source and model.config are both empty; set model.source to a checkpoint, or model.config to build a random model")
+        raise UserError(
+            "model.source and model.config are both empty; set model.source to a checkpoint, or model.config to build a random model"
+        )
 
 
 def _check_not_implemented(config: Config) -> None:
@@ -59,7 +61,9 @@ def _check_not_implemented(config: Config) -> None:
     if engine != "jax":
         installed = sorted(point.name for point in entry_points(group=ENGINE_GROUP))
         if engine not in installed:
-            raise UserError(f"rollout.engine is {engine!r}, which no installed package provides; write one of: {', '.join(['jax', *installed])}")
+            raise UserError(
+                f"rollout.engine is {engine!r}, which no installed package provides; write one of: {', '.join(['jax', *installed])}"
+            )
     if config.rollout.residual_compensation.fraction > 0:
         raise UserError("rollout.residual_compensation.fraction is above 0, which is not implemented yet; write 0.0")
     for axis, size in config.mesh:
@@ -72,7 +76,9 @@ def _check_sampling(config: Config) -> None:
     if rollout.top_k != -1 and rollout.top_k < 1:
         raise UserError(f"rollout.top_k is {rollout.top_k}; write -1 to switch it off, or 1 or more")
     if config.eval.greedy and config.eval.samples > 1:
-        raise UserError(f"eval.samples is {config.eval.samples} with eval.greedy, which gives the same answer each time; write 1, or eval.greedy: false")
+        raise UserError(
+            f"eval.samples is {config.eval.samples} with eval.greedy, which gives the same answer each time; write 1, or eval.greedy: false"
+        )
     if rollout.max_prompt_tokens is not None:
         longest = rollout.max_prompt_tokens + rollout.max_new_tokens
         if config.train.micro_batch_tokens < longest:
@@ -107,8 +113,8 @@ def _check_training_keys(config: Config) -> None:
     needed = config.sync.every * config.train.updates_per_batch - 1
     if config.sync.max_staleness < needed:
         raise UserError(
-            f"sync.max_staleness is {config.sync.max_staleness}, but with sync.every={config.sync.every} and "
-            f"train.updates_per_batch={config.train.updates_per_batch} a token is up to {needed} updates old when used; write {needed} or more"
+            f"sync.max_staleness is {config.sync.max_staleness}, but with sync.every={config.sync.every} and train.updates_per_batch="
+            f"{config.train.updates_per_batch} a token is up to {needed} updates old when used; write {needed} or more"
         )
     if config.sft.stop_pass_rate is not None and config.sft.eval_every == 0:
         raise UserError("sft.stop_pass_rate is set, but sft.eval_every is 0, so it is never looked at; write sft.eval_every: 10")
@@ -116,6 +122,6 @@ def _check_training_keys(config: Config) -> None:
         raise UserError("optimizer.weight_decay is set, but adam has none; write name: adamw, or weight_decay: 0.0")
     if config.train.updates_per_batch > config.rollout.prompts_per_step:
         raise UserError(
-            f"train.updates_per_batch is {config.train.updates_per_batch}, but a batch has only {config.rollout.prompts_per_step} prompts to split; "
-            "write fewer updates or more rollout.prompts_per_step"
+            f"train.updates_per_batch is {config.train.updates_per_batch}, but a batch has only {config.rollout.prompts_per_step} prompts "
+            "to split; write fewer updates or more rollout.prompts_per_step"
         )

@@ -59,5 +59,7 @@ def resolve_layers(spec: LayerSpec | Sequence[int], num_layers: int) -> tuple[in
         chosen = tuple(range(int(count))) if word == "first" else tuple(range(num_layers - int(count), num_layers))
     if chosen[0] < 0 or chosen[-1] >= num_layers:
         shown = spec if isinstance(spec, str) else list(spec)
-        raise UserError(f"guidance.layers is {shown}, but the model has {num_layers} layers; write ids 0 to {num_layers - 1} or fewer layers")
+        raise UserError(
+            f"guidance.layers is {shown}, but the model has {num_layers} layers; write ids 0 to {num_layers - 1} or fewer layers"
+        )
     return chosen

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from trace_jax.config.layer_spec import LayerSpec, parse_layers
 
@@ -46,7 +46,7 @@ class ModelSection(Section):
     Args:
       family: a folder of `trace_jax/models`.
       source: Hugging Face folder, Orbax folder or run folder to start from; null for random weights of `config`.
-      config: fields of the family's config class; checked by the family.
+      config: fields of the family's config class, checked by the family; for random weights only, a source brings its own.
       compute_dtype: dtype of the forward pass; masters are float32 always.
       experts_implementation: how routed experts are multiplied; `auto` chooses by size and device.
     """
@@ -128,7 +128,8 @@ class RolloutSection(Section):
 
     def format_of(self, site: str) -> Format:
         """Format of a recordable site: `expert_input`, `k` or `v`."""
-        return {"expert_input": self.activations, "k": self.kv_cache.k, "v": self.kv_cache.v}[site]
+        formats: dict[str, Format] = {"expert_input": self.activations, "k": self.kv_cache.k, "v": self.kv_cache.v}
+        return formats[site]
 
 
 class TrainQuantSection(Section):
@@ -166,7 +167,7 @@ class GuidanceSection(Section):
     """
 
     record: Literal["none", "scales", "mantissa", "codes"] = "mantissa"
-    layers: Annotated[LayerSpec, PlainValidator(parse_layers)] = "last_half"
+    layers: Annotated[LayerSpec, BeforeValidator(parse_layers)] = "last_half"
     sites: Annotated[tuple[Literal["expert_input", "k", "v"], ...], Field(strict=False), AfterValidator(_distinct)] = SITES
     audit: AuditSection = AuditSection()
     cache_budget_mb: Positive = 2048

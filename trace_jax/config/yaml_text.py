@@ -56,6 +56,13 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Quotes text with odd characters (other line ends, controls), which PyYAML would write so that it reads back changed."""
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
 
 def parse_yaml(text: str, source: str) -> Any:
     """The value of a YAML text.

@@ -69,9 +69,9 @@ def combine(parts: Iterable[Mapping[str, WeightedMetric | MaxMetric]]) -> Stats:
             if known is None:
                 combined[name] = host
             elif isinstance(known, WeightedMetric) and isinstance(host, WeightedMetric):
-                combined[name] = known.merge(host)
+                combined[name] = WeightedMetric(np.asarray(known.sum + host.sum), np.asarray(known.count + host.count))
             elif isinstance(known, MaxMetric) and isinstance(host, MaxMetric):
-                combined[name] = MaxMetric(np.maximum(np.asarray(known.maximum), np.asarray(host.maximum)))
+                combined[name] = MaxMetric(np.asarray(np.maximum(np.asarray(known.maximum), np.asarray(host.maximum))))
             else:
                 raise ValueError(f"metric {name!r} is a mean in one part and a maximum in another; use two names")
     return combined

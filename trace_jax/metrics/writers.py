@@ -6,7 +6,7 @@ The JSON-lines file is the record: one object a step, written and synced before 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from rich.console import Console
@@ -18,6 +18,7 @@ from trace_jax.metrics.jsonl import JsonlWriter
 Value: TypeAlias = float | int | bool | str | None
 
 
+@runtime_checkable
 class Writer(Protocol):
     """What a logger offers."""
 

@@ -184,7 +184,7 @@ def stacked_bars(axes: "Axes", names: Sequence[str], parts: Sequence[dict[str, f
 def mismatch_lines(run: Run, *, medians: bool = False) -> tuple[Line, ...]:
     """The KL of the forward that trains, named for what it is, and of the forward without guidance."""
     unguided = "unguided/rollout_corr/k3_kl"
-    trains = "guided forward" if run.keys("guidance/") or run.keys("unguided/") else "training forward, not guided"
+    trains = "guided forward" if run.guided() else "training forward, not guided"
     lines = (Line("rollout_corr/k3_kl", trains, BLUE, "-"), Line(unguided, "unguided forward", ORANGE, "--"))
     if not medians:
         return lines

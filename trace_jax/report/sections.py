@@ -80,7 +80,7 @@ SECTIONS: tuple[Section, ...] = (
             ),
             Panel(
                 "Router agreement",
-                "Share of routing choices on which the trainer's own router agrees with the rollout's.",
+                "Share of (token, layer) pairs for which the trainer's own router would have chosen the rollout's experts.",
                 _lines(Line("router/agreement", "agreement")),
             ),
             Panel(
@@ -119,7 +119,7 @@ SECTIONS: tuple[Section, ...] = (
             ),
             Panel(
                 "Activation distance",
-                "D_act, the Frobenius norm of the difference of the quantized activations; log scale; newest audit.",
+                "D_act relative to the rollout: norm of the difference of the quantized activations over the rollout's norm; newest.",
                 partial(plots.draw_audit, what="d_act", log=True),
             ),
         ),

@@ -71,6 +71,10 @@ class Run:
         whole = self.series(total)
         return sites or ({"record": float(whole.values[-1])} if whole else {})
 
+    def guided(self) -> bool:
+        """Whether the forward that trains was guided by the rollout's record."""
+        return bool(self.keys("guidance/") or self.keys("unguided/"))
+
     def evaluations(self) -> list[tuple[str, str]]:
         """The recorded evaluations as (split, what), pass_at_1 before reward_mean."""
         return sorted({(m["split"], m["what"]) for m in map(EVAL.fullmatch, self.keys("eval/")) if m}, key=lambda pair: (pair[1], pair[0]))

@@ -23,8 +23,11 @@ def summary_table(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
             "Training reward, last 10 steps",
             [_number((run.series("reward/mean") or run.series("reward/pass_rate")).tail_mean()) for run in runs],
         ),
-        ("KL (k3), guided forward, median", [_number(run.series("rollout_corr/k3_kl").median(), "{:.2e}") for run in runs]),
-        ("KL (k3), unguided forward, median", [_number(run.series("unguided/rollout_corr/k3_kl").median(), "{:.2e}") for run in runs]),
+        ("KL (k3) of the forward that trains, median", [_training_kl(run) for run in runs]),
+        (
+            "KL (k3) of the unguided forward, median",
+            [_number(run.series("unguided/rollout_corr/k3_kl").median(), "{:.2e}") for run in runs],
+        ),
         ("Largest log-prob gap", [_number(_largest(run, "train_rollout_logprob_abs_diff_max"), "{:.2f}") for run in runs]),
         ("Audited code agreement, mean over layers and sites", [_number(_audit_mean(run), "{:.2%}") for run in runs]),
         ("Record, bytes per token", [_number(sum(run.bytes_per_token().values()) or math.nan, "{:,.0f}") for run in runs]),
@@ -46,6 +49,11 @@ def _before_after(run: Run, split: str, what: str) -> str:
     if len(points.steps) == 1:
         return f"{one(0)} (step {points.steps[0]} only)"
     return f"{one(0)} → {one(-1)}"
+
+
+def _training_kl(run: Run) -> str:
+    text = _number(run.series("rollout_corr/k3_kl").median(), "{:.2e}")
+    return text if text == MISSING else f"{text} ({'guided' if run.guided() else 'not guided'})"
 
 
 def _largest(run: Run, key: str) -> float:

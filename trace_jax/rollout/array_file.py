@@ -18,7 +18,7 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ if sys.byteorder != "little":
     raise ImportError("trace_jax stores arrays in little-endian order and runs on little-endian machines only")
 
 
-def write_atomic(path: Path, chunks: Sequence[bytes | memoryview]) -> None:
+def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Write a file so that it is either complete under its name or absent, also after a crash.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -50,14 +51,15 @@ def load_task(
         raise UserError(f"task.workers is {workers}; write 1 or more")
     form = PromptForm.parse(prompt_template, question_pattern)
     dataset = name.removeprefix(procedural.PREFIX) if name.startswith(procedural.PREFIX) else ""
-    reward = reward or ("reasoning_gym" if dataset else "auto")
-    verifier = _verifier(reward, dataset, params)
     rows, enlarge = _source(name, params, seed)
     if isinstance(rows, Task):
-        if (prompt_template, question_pattern) != (PLACEHOLDER, None):
-            raise UserError(f"task {name} returns a finished Task; remove prompt_template and question_pattern, they would do nothing")
+        if (prompt_template, question_pattern, reward) != (PLACEHOLDER, None, None):
+            raise UserError(f"task {name} returns a finished Task; remove prompt_template, question_pattern and reward from its section")
         return rows
-    splits, duplicates = split_rows(rows, form)
+    reward = reward or ("reasoning_gym" if dataset else "auto")
+    verifier = _verifier(reward, dataset, params)
+    reserved: list[Split] = [split for split in ("validation", "test") if name.startswith(records.PREFIX) and split in params]
+    splits, duplicates = split_rows(rows, form, reserved)
     if not any(splits.values()):
         raise UserError(f"task {name} has no rows; {enlarge}")
     if reward in (*INLINE, "math", "auto"):
@@ -80,14 +82,20 @@ def _verifier(reward: str, dataset: str, params: Mapping[str, Any]) -> VerifierS
         return None
     if reward == "reasoning_gym":
         if not dataset:
-            raise UserError("task.reward reasoning_gym scores entries of reasoning_gym:DATASET only; write auto, math, exact or module:function")
+            raise UserError("task.reward reasoning_gym scores reasoning_gym:DATASET only; write auto, math, exact or module:function")
         return VerifierSpec("reasoning_gym", dataset, dict(params))
     if reward in ISOLATED:
         return VerifierSpec("math")
     if ":" not in reward:
-        known = (*INLINE, *ISOLATED)
-        raise UserError(f"task.reward {reward!r} is unknown{procedural.nearest(reward, known)}; write {', '.join(known)} or module:function")
-    import_callable(reward, "task.reward")
+        known, near = ", ".join((*INLINE, *ISOLATED)), procedural.nearest(reward, (*INLINE, *ISOLATED))
+        raise UserError(f"task.reward {reward!r} is unknown{near}; write {known} or module:function")
+    function = import_callable(reward, "task.reward")
+    try:
+        inspect.signature(function).bind("completion", "answer", "row")
+    except TypeError as error:
+        raise UserError(f"task.reward {reward!r} does not take (completion, answer, row): {error}; change its parameters") from error
+    except ValueError:
+        pass  # built-in functions may have no signature to check
     return VerifierSpec(reward)
 
 
@@ -102,7 +110,14 @@ def _source(name: str, params: dict[str, Any], seed: int) -> tuple[Iterable[RawR
             "add rows to the file, give rows a split field, or name files in task.params.validation and task.params.test"
         )
     if ":" in name:
-        result = import_callable(name, "task.name")(**params)
+        function = import_callable(name, "task.name")
+        try:
+            result = function(**params)
+        except UserError:
+            raise
+        except Exception as error:
+            # The user's function may fail in any way, wrong params among them.
+            raise UserError(f"task.name {name!r} failed ({type(error).__name__}: {error}); mend the function or task.params") from error
         return result if isinstance(result, Task) else _returned(name, result), "let the function return more rows"
     raise UserError(f"task.name {name!r} is unknown; write reasoning_gym:DATASET, jsonl:FILE or module:callable")
 
@@ -133,4 +148,5 @@ def _returned(name: str, result: Any) -> Iterable[RawRow]:
 def _require_answers(name: str, reward: str, rows: Iterable[Row]) -> None:
     for row in rows:
         if not row.answer.strip():
-            raise UserError(f"task {name} has rows without an answer, which reward {reward} needs ({row.question[:60]!r}); choose another reward")
+            place = f"task {name}, question {row.question[:60]!r}"
+            raise UserError(f"{place}: no answer, which reward {reward} needs; choose another reward")

@@ -112,10 +112,11 @@ class VerifierWorker:
 
     def kill(self) -> None:
         """Ends the process, its children and the pipes; may be called twice."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
+        if self.process.poll() is None:
+            # Only while the process is ours: its number may belong to someone else once it has been waited for.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -128,7 +129,13 @@ class VerifierWorker:
             raise TimeoutError("no answer in time")
 
     def _died(self) -> WorkerDied:
-        return WorkerDied(f"the verifier's worker died with exit code {self.process.wait()}")
+        try:
+            code = self.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            # The pipe is closed though the process lives: a verifier closed our descriptors.
+            self.kill()
+            code = self.process.returncode
+        return WorkerDied(f"the verifier's worker died with exit code {code}")
 
 
 class VerifierPool:
@@ -170,7 +177,7 @@ class VerifierPool:
             return [verdict for verdicts in executor.map(self._verify_chunk, chunks) for verdict in verdicts]
 
     def close(self) -> None:
-        """Kills all workers; the next use starts new ones."""
+        """Kills all workers; the next use starts new ones. Not while another thread is in `verify`."""
         with self._lock:
             self._free.clear()
             _kill_all(self._alive)

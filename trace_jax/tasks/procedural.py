@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,18 +29,22 @@ def reasoning_gym_data(name: str, params: Mapping[str, Any], seed: int) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
-        raise UserError(f"task {PREFIX}{name} needs the package reasoning-gym; install trace-jax[tasks]") from error
+        raise UserError(f"task {PREFIX}{name} needs the package reasoning-gym; install it with pip install reasoning-gym") from error
     if name not in DATASETS:
         raise UserError(f"reasoning_gym has no data set {name!r}{nearest(name, DATASETS)}; write {PREFIX}NAME in task.name")
     fields = {entry.name for entry in dataclasses.fields(DATASETS[name][1])}
     for key in params:
         if key not in fields:
-            raise UserError(f"task.params.{key}: {PREFIX}{name} has no such parameter{nearest(key, fields)}; it takes {', '.join(sorted(fields))}")
+            known = ", ".join(sorted(fields))
+            raise UserError(f"task.params.{key}: {PREFIX}{name} has no such parameter{nearest(key, fields)}; it takes {known}")
     settings = {"size": DEFAULT_SIZE, "seed": seed, **params}
     if not isinstance(settings["size"], int) or settings["size"] < 1:
         raise UserError(f"task.params.size is {settings['size']!r}; write a whole number of entries, 1 or more")
     try:
-        return create_dataset(name, **settings)
+        with warnings.catch_warnings():
+            # The ARC data sets leave their data file to the garbage collector.
+            warnings.simplefilter("ignore", ResourceWarning)
+            return create_dataset(name, **settings)
     except Exception as error:
         # The configs check themselves with assert, and wrong types surface as whatever they break.
         raise UserError(f"task.params of {PREFIX}{name} are refused: {error or type(error).__name__}") from error

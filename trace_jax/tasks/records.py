@@ -24,7 +24,14 @@ from trace_jax.tasks.source import RawRow
 PREFIX = "jsonl:"
 QUESTION_KEYS = ("question", "prompt", "problem")
 ANSWER_KEYS = ("answer", "target", "label", "ground_truth", "solution")
-_SPLIT_NAMES: dict[str, Split] = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation", "test": "test"}
+_SPLIT_NAMES: dict[str, Split] = {
+    "train": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+}
 
 
 def jsonl_rows(path: str, split: Split | None = None) -> Iterator[RawRow]:
@@ -49,7 +56,7 @@ def jsonl_rows(path: str, split: Split | None = None) -> Iterator[RawRow]:
             try:
                 record = json.loads(line.decode("utf-8"))
             except UnicodeDecodeError as error:
-                raise UserError(f"{where} is not UTF-8 text ({error.reason} at byte {error.start}); write one JSON object a line") from error
+                raise UserError(f"{where} is not UTF-8 text (byte {error.start}); write one JSON object a line") from error
             except ValueError as error:
                 raise UserError(f"{where} is not JSON ({error}); write one JSON object a line") from error
             yield record_row(record, where, split)
@@ -64,7 +71,7 @@ def record_row(record: Any, where: str, split: Split | None = None) -> RawRow:
       UserError: not a mapping, no known question or answer key, wrong types, unknown split name.
     """
     if not isinstance(record, Mapping):
-        raise UserError(f"{where} is a {type(record).__name__}, not an object; write {{\"question\": ..., \"answer\": ...}}")
+        raise UserError(f'{where} is a {type(record).__name__}, not an object; write {{"question": ..., "answer": ...}}')
     question_key = next((key for key in QUESTION_KEYS if key in record), None)
     if question_key is None:
         raise UserError(f"{where} has no question among its keys ({_keys(record)}); name it {', '.join(QUESTION_KEYS)}")
@@ -99,12 +106,13 @@ def _answer(record: Mapping[str, Any], where: str) -> tuple[str, str | None]:
     if "reward_model" in record:
         model = record["reward_model"]
         if not isinstance(model, Mapping) or "ground_truth" not in model:
-            raise UserError(f"{where}: reward_model has no ground_truth; write {{\"ground_truth\": ...}}")
+            raise UserError(f'{where}: reward_model has no ground_truth; write {{"ground_truth": ...}}')
         key, value = "reward_model.ground_truth", model["ground_truth"]
     else:
         key = next((name for name in ANSWER_KEYS if name in record), "")
         if not key:
-            raise UserError(f"{where} has no answer among its keys ({_keys(record)}); name it {', '.join(ANSWER_KEYS)} or reward_model.ground_truth")
+            known = ", ".join((*ANSWER_KEYS, "reward_model.ground_truth"))
+            raise UserError(f"{where} has no answer among its keys ({_keys(record)}); name it {known}")
         value = record[key]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UserError(f"{where}: {key} is a {type(value).__name__}; write text or a number")

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from trace_jax.tasks.answers import marked_answer, normalise
+from trace_jax.tasks.answers import marked_answer, normalise, without_text_command
 from trace_jax.tasks.row import Row, Verdict
 
 InlineReward: TypeAlias = Callable[[str, Row], Verdict]
@@ -31,9 +31,9 @@ def exact(completion: str, row: Row) -> Verdict:
 
 def text_answer(completion: str, row: Row) -> Verdict:
     """1 if the whole completion or its marked final answer equals the gold answer up to white space."""
-    gold = normalise(row.answer)
-    marked = marked_answer(completion)
-    return _binary(normalise(completion) == gold or (marked is not None and normalise(marked) == gold))
+    gold = normalise(without_text_command(row.answer))
+    candidates = (completion, marked_answer(completion))
+    return _binary(any(normalise(without_text_command(text)) == gold for text in candidates if text is not None))
 
 
 def char_match(completion: str, row: Row) -> Verdict:

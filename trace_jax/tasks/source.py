@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,10 +81,16 @@ def shorten(text: str, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def split_rows(raw_rows: Iterable[RawRow], form: PromptForm) -> tuple[dict[Split, list[Row]], int]:
+def split_rows(raw_rows: Iterable[RawRow], form: PromptForm, reserved: Collection[Split] = ()) -> tuple[dict[Split, list[Row]], int]:
     """The rows of each split, in source order, and how many duplicates were dropped.
 
-    A question stands once and in one split: the source's own split wins, else its hash decides, else the first one stays.
+    A question stands once and in one split. Of equal rows the first stays, unless a later one names its split; a row that
+    names none goes where its hash says.
+
+    Args:
+      raw_rows: rows of the source.
+      form: pattern and template.
+      reserved: splits that take rows by name only; what hashes there goes to train.
 
     Raises:
       UserError: one question in two explicit splits, or a pattern that makes different questions the same.
@@ -112,9 +118,10 @@ def split_rows(raw_rows: Iterable[RawRow], form: PromptForm) -> tuple[dict[Split
     for key, (row, text) in chosen.items():
         hashed = text if len(key) == 1 else repr(key)
         prompt_id, split = question_hash(hashed)
+        split = row.split or ("train" if split in reserved else split)
         prompt = form.render(text)
         history = row.history
-        splits[row.split or split].append(
+        splits[split].append(
             Row(
                 prompt_id=prompt_id,
                 question=prompt if history is None else "\n\n".join([*(message["content"] for message in history), prompt]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import cast
 
 from trace_jax.errors import UserError
 from trace_jax.tasks.answers import looks_like_math
@@ -44,7 +45,7 @@ class Task:
         duplicates: int = 0,
     ):
         self.name, self.reward, self.seed, self.duplicates = name, reward, seed, duplicates
-        self._rows = {split: tuple(splits.get(split, ())) for split in SPLITS}
+        self._rows: dict[Split, tuple[Row, ...]] = {split: tuple(splits.get(split, ())) for split in SPLITS}
         self._ids = {split: tuple(row.prompt_id for row in rows) for split, rows in self._rows.items()}
         self._enlarge = enlarge
         workers = min(8, os.cpu_count() or 1) if workers is None else workers
@@ -124,14 +125,16 @@ class Task:
             return INLINE[self.reward](completion, row)
         if self.reward == "auto" and not looks_like_math(row.answer):
             return text_answer(completion, row)
-        if not completion.strip() and self.reward in ("auto", "math"):
-            return Verdict(0.0, False)
+        if self.reward in ("auto", "math"):
+            by_text = text_answer(completion, row)
+            return by_text if by_text.correct or not completion.strip() else None
         return None
 
     def _checked(self, split: str) -> Split:
-        if split not in self._rows:
+        if split not in SPLITS:
             raise UserError(f"task {self.name} has no split {split!r}; write {', '.join(SPLITS)}")
-        if not self._rows[split]:
-            sizes = ", ".join(f"{key} {size}" for key, size in self.sizes.items())
+        key = cast(Split, split)
+        if not self._rows[key]:
+            sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
             raise UserError(f"split {split!r} of task {self.name} is empty (rows: {sizes}); {self._enlarge}")
-        return split
+        return key

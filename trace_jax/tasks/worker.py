@@ -14,7 +14,6 @@ import os
 import pickle
 import signal
 import struct
-import sys
 import threading
 import time
 from typing import Any
@@ -24,7 +23,9 @@ from trace_jax.tasks.row import Verdict
 from trace_jax.tasks.verifiers import make_verifier
 
 HEADER = struct.Struct("<Q")
-ORPHAN_GRACE_S = 5.0
+ORPHAN_GRACE_S = 2.0
+"""Seconds past the timeout after which the kernel ends a worker that nobody killed."""
+
 MEMORY_LIMIT_BYTES = 4 << 30
 """Address space of built-in verifiers: an answer like 9^9^9^9 must not take the machine's memory."""
 

@@ -32,7 +32,7 @@ from trace_jax.train.checkpoint import Progress
 from trace_jax.train.optimizer import learning_rate_schedule, make_optimizer
 from trace_jax.train.setup import Setup, sync_weights
 from trace_jax.train.state import TrainState
-from trace_jax.train.update import UpdateSettings, update_policy
+from trace_jax.train.update import UpdateSettings, measure, update_policy
 
 MAX_SKIPPED_IN_A_ROW = 3
 """Updates with a gradient that is not finite before the run gives up."""
@@ -164,21 +164,23 @@ def _update(
     sets = _update_sets(trajectories, config.train.updates_per_batch)
     logp_old = None
     if len(sets) > 1:
-        logp_old = _logprobs_before(learner, trajectories, advantages)
+        logp_old = measure(learner.state.params, learner.state.multipliers, trajectories, learner.settings).logp
         clock.lap("train")
     parts, norms, staleness = [], [], []
     for sequences in sets:
         used = trajectories.select(sequences).weight_version
         staleness.append(learner.progress.version - int(used.min()))
-        result = update_policy(
-            learner.state,
+        measured = measure(
+            learner.state.params,
+            learner.state.multipliers,
             trajectories,
-            advantages,
             learner.settings,
+            advantages=advantages,
             sequences=sequences,
             logp_old=logp_old,
             measure_unguided=unguided,
         )
+        result = update_policy(learner.state, measured, learner.settings)
         learner.state = result.state
         _count_skipped(learner, result.grad_norm)
         learner.progress = replace(learner.progress, version=learner.progress.version + 1)
@@ -203,11 +205,6 @@ def _update_sets(trajectories: Trajectories, updates: int) -> list[Int64[np.ndar
     """Disjoint sets of whole groups, one per optimizer step."""
     groups = np.unique(trajectories.group)
     return [np.flatnonzero(np.isin(trajectories.group, part)) for part in np.array_split(groups, min(updates, groups.size))]
-
-
-def _logprobs_before(learner: Learner, trajectories: Trajectories, advantages: np.ndarray) -> Float32[np.ndarray, " N"]:
-    """The trainer's log-probabilities before the batch's first update, from the same compiled forward."""
-    return update_policy(learner.state, trajectories, advantages, learner.settings).logp
 
 
 def _count_skipped(learner: Learner, grad_norm: float) -> None:

@@ -12,10 +12,16 @@ from jaxtyping import Float32, Int64
 
 from trace_jax.metrics.weighted import Stats, combine
 from trace_jax.rollout.micro_batches import MicroBatch, length_buckets, plan_micro_batches
-from trace_jax.rollout.trajectories import Trajectories
+from trace_jax.models.registry import Params
+from trace_jax.quantization.multipliers import Multipliers
+from trace_jax.rollout.trajectories import Trajectories, token_rows
 from trace_jax.train.batches import make_batch
 from trace_jax.train.objective import ObjectiveSpec, objective_and_gradient, without_guidance
 from trace_jax.train.state import TrainState, add_gradients, apply_gradients
+
+
+LENGTH_MULTIPLE = 8
+"""Padded lengths are multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -38,48 +44,64 @@ class UpdateSettings:
 
     def plan(self, lengths: np.ndarray) -> list[MicroBatch]:
         """Micro-batches of sequences with these lengths."""
-        return plan_micro_batches(lengths, self.micro_batch_tokens, length_buckets(self.max_length, count=2))
+        return plan_micro_batches(lengths, self.micro_batch_tokens, length_buckets(self.max_length, count=2, multiple=LENGTH_MULTIPLE))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Log-probabilities per token of the trajectories (0 where no sequence was chosen), statistics, and the gradient."""
+
+    logp: Float32[np.ndarray, " N"]
+    stats: Stats
+    gradient: Params
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """State after the update, statistics, gradient norm before clipping, and the log-probabilities it started from."""
+    """State after the update, its statistics, and the gradient norm before clipping."""
 
     state: TrainState
     stats: Stats
     grad_norm: float
-    logp: Float32[np.ndarray, " N"]
 
 
-def update_policy(
-    state: TrainState,
+def measure(
+    params: Params,
+    multipliers: Multipliers,
     trajectories: Trajectories,
-    advantages: Float32[np.ndarray, " B"],
     settings: UpdateSettings,
     *,
+    advantages: Float32[np.ndarray, " B"] | None = None,
     sequences: Int64[np.ndarray, " S"] | None = None,
     logp_old: Float32[np.ndarray, " N"] | None = None,
     measure_unguided: bool = False,
-) -> UpdateResult:
-    """Takes one optimizer step.
+) -> Measurement:
+    """Runs the objective over some sequences, micro-batch by micro-batch, and adds everything up.
+
+    Every figure about the trainer's forward, in training as in diagnosis, comes from this function, because the gap to
+    the rollout depends on the compiled program it is measured in.
 
     Args:
-      trajectories: scored sequences.
-      advantages: one per sequence.
-      sequences: the sequences of this update; None takes all. The loss is normalised over their sampled tokens.
-      logp_old: per token, the trainer's log-probabilities before the first update of the batch; None when this is the
-        first one, whose own forward then provides them.
+      trajectories: sequences with or without a guidance record.
+      advantages: one per sequence; None for zeros (the gradient is then zero too).
+      sequences: which sequences; None takes all. The loss is normalised over their sampled tokens.
+      logp_old: per token, the trainer's log-probabilities before the first update of the batch; None when this forward
+        itself provides them.
       measure_unguided: also report mismatch figures without the record, under the prefix `unguided/`.
+
+    Raises:
+      ValueError: no sequence was chosen.
     """
     chosen = np.arange(trajectories.num_sequences) if sequences is None else sequences
+    if not chosen.size:
+        raise ValueError("no sequences to measure")
     total = jnp.float32(max(1, int(trajectories.sampled_lengths()[chosen].sum())))
     gradient, parts = None, []
     logp = np.zeros(trajectories.num_tokens, np.float32)
     for micro in settings.plan(trajectories.lengths()[chosen]):
-        indices = chosen[micro.indices].tolist()
         batch, padded = make_batch(
             trajectories,
-            indices,
+            chosen[micro.indices].tolist(),
             micro.length,
             micro.rows,
             num_layers=settings.spec.policy.config.num_layers,
@@ -87,21 +109,22 @@ def update_policy(
             logp_old=logp_old,
             replay=settings.replay,
         )
-        part, micro_logp, stats = objective_and_gradient(state.params, state.multipliers, batch, total, spec=settings.spec)
+        part, micro_logp, stats = objective_and_gradient(params, multipliers, batch, total, spec=settings.spec)
         gradient = part if gradient is None else add_gradients(gradient, part)
         if measure_unguided and batch.guides is not None:
-            unguided = objective_and_gradient(state.params, state.multipliers, without_guidance(batch), total, spec=settings.spec)[2]
+            unguided = objective_and_gradient(params, multipliers, without_guidance(batch), total, spec=settings.spec)[2]
             stats = stats | {f"unguided/{name}": unguided[name] for name in unguided if _is_mismatch(name)}
         parts.append(stats)
-        values = padded.gather(np.asarray(micro_logp))
         starts = trajectories.offsets[:-1][padded.sequence_indices]
-        rows = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, padded.lengths, strict=True)])
-        logp[rows] = values
-    if gradient is None:
-        raise ValueError("update_policy needs at least one sequence")
-    params, opt_state, norm = apply_gradients(state.params, state.opt_state, gradient, optimizer=settings.optimizer)
-    new_state = TrainState(params, opt_state, state.multipliers)
-    return UpdateResult(new_state, combine(jax.device_get(parts)), float(norm), logp)
+        logp[token_rows(starts, padded.lengths)] = padded.gather(np.asarray(micro_logp))
+    assert gradient is not None  # at least one sequence
+    return Measurement(logp, combine(jax.device_get(parts)), gradient)
+
+
+def update_policy(state: TrainState, measurement: Measurement, settings: UpdateSettings) -> UpdateResult:
+    """Takes one optimizer step along a measured gradient."""
+    params, opt_state, norm = apply_gradients(state.params, state.opt_state, measurement.gradient, optimizer=settings.optimizer)
+    return UpdateResult(TrainState(params, opt_state, state.multipliers), measurement.stats, float(norm))
 
 
 def _is_mismatch(name: str) -> bool:

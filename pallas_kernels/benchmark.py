@@ -1,0 +1,130 @@
+"""Times of the kernels, against a plain copy on the same device and against the jnp reference.
+
+1. For every op, format, implementation and shape: compile, warm up, then take the median of several timed batches of calls.
+2. The limit is memory bandwidth: a copy of a large array is timed in the same run, and a row's `limit_share` is the
+   bandwidth that the op reached (its necessary bytes over its time) as a share of the copy's.
+3. The peer of a Pallas row is the jnp reference on the same input; `ratio` is our time over the peer's.
+
+Times are wall times of batches of calls with one wait at the end, so that the time of a dispatch is hidden on a GPU.
+"""
+
+import datetime
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.containers import Guide
+from pallas_kernels.dequantize.api import dequantize
+from pallas_kernels.fake_quant.api import fake_quant
+from pallas_kernels.formats import MXFP4, NVFP4, BlockFormat
+from pallas_kernels.guided_fake_quant.api import guided_fake_quant
+from pallas_kernels.packing import mantissa_bits
+from pallas_kernels.quantize.api import quantize
+from pallas_kernels.shapes import ACTIVATIONS, SMALL, WEIGHTS
+
+OPS = ("quantize", "dequantize", "fake_quant", "guided_fake_quant")
+
+_TARGET = "share of copy bandwidth >= 0.85"
+_TARGET_SHARE = 0.85
+_BATCHES = 7
+
+
+def run(ops: list[str] | None = None, small: bool = False) -> list[dict[str, Any]]:
+    """Benchmark rows, one for each op, format, implementation and shape.
+
+    Args:
+      ops: names from OPS; None takes all.
+      small: toy shapes, few repetitions, and the Pallas kernels also on CPU (interpreted, so the time says nothing).
+
+    Returns:
+      Dicts with op, implementation, shape, dtype, time_us (median), bytes (read and written), flops (null: the ops are bound
+      by memory), limit_share, peer, peer_time_us, ratio, target, met, device, versions, date. target and met are set for
+      compiled kernels only.
+
+    Raises:
+      ValueError: an unknown op.
+    """
+    chosen = list(OPS) if ops is None else ops
+    unknown = sorted(set(chosen) - set(OPS))
+    if unknown:
+        raise ValueError(f"unknown op {', '.join(unknown)}; write one of {', '.join(OPS)}")
+    on_gpu = jax.default_backend() == "gpu"
+    shapes = SMALL if small else (*ACTIVATIONS, *WEIGHTS) if on_gpu else ACTIVATIONS
+    implementations = ("reference", "pallas") if on_gpu or small else ("reference",)
+    calls = 1 if small or not on_gpu else 50
+    copy = _copy_bandwidth(small, calls)
+    rows = []
+    for op in chosen:
+        for fmt in (NVFP4, MXFP4):
+            for name, shape in shapes:
+                times: dict[str, float] = {}
+                for implementation in implementations:
+                    function, arguments, moved = _case(op, fmt, shape, implementation)
+                    times[implementation] = _median_time_us(function, arguments, calls)
+                    rows.append(_row(op, fmt, implementation, name, shape, moved, times, copy, on_gpu))
+    return rows
+
+
+def _case(op: str, fmt: BlockFormat, shape: tuple[int, ...], implementation: str) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
+    """(jitted function, its arguments, bytes it must read and write)."""
+    x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    multiplier = jnp.float32(2.0**-9 * (1 + 2.0**-17)) if fmt.has_multiplier else None
+    q = quantize(x, fmt, multiplier)
+    packed = q.codes.nbytes + q.scales.nbytes
+    if op == "quantize":
+        return jax.jit(lambda x: quantize(x, fmt, multiplier, implementation=implementation)), (x,), x.nbytes + packed
+    if op == "dequantize":
+        return jax.jit(lambda q: dequantize(q, implementation=implementation)), (q,), x.nbytes + packed
+    if op == "fake_quant":
+        return jax.jit(lambda x: fake_quant(x, fmt, multiplier, implementation=implementation)), (x,), 2 * x.nbytes
+    guide = Guide("mantissa", mantissa_bits(q.codes, shape[-1]), q.scales, None, jnp.ones(shape[:-1], bool))
+    moved = 2 * x.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(guide))
+    return jax.jit(lambda x, guide: guided_fake_quant(x, guide, fmt, multiplier, implementation=implementation)), (x, guide), moved
+
+
+def _row(op, fmt, implementation, name, shape, moved, times, copy, on_gpu) -> dict[str, Any]:
+    time_us = times[implementation]
+    share = moved / (time_us * 1e-6) / copy
+    has_peer = implementation == "pallas"
+    judged = has_peer and on_gpu
+    return {
+        "op": f"{op}/{fmt.name}",
+        "implementation": implementation if implementation == "reference" or on_gpu else "pallas (interpreted)",
+        "shape": f"{name}: {'x'.join(map(str, shape))}",
+        "dtype": "bfloat16",
+        "time_us": round(time_us, 2),
+        "bytes": moved,
+        "flops": None,
+        "limit_share": round(share, 4),
+        "peer": "jnp reference" if has_peer else None,
+        "peer_time_us": round(times["reference"], 2) if has_peer else None,
+        "ratio": round(time_us / times["reference"], 4) if has_peer else None,
+        "target": _TARGET if judged else None,
+        "met": share >= _TARGET_SHARE if judged else None,
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__, "numpy": np.__version__},
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _copy_bandwidth(small: bool, calls: int) -> float:
+    """Bytes a second of an elementwise pass (one read, one write) over an array that no cache holds."""
+    x = jnp.zeros((1 << (22 if small else 26),), jnp.bfloat16)
+    return 2 * x.nbytes / (_median_time_us(jax.jit(jnp.negative), (x,), calls) * 1e-6)
+
+
+def _median_time_us(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> float:
+    jax.block_until_ready(function(*arguments))
+    times = []
+    for _ in range(_BATCHES):
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = function(*arguments)
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - start) / calls * 1e6)
+    return statistics.median(times)

@@ -1,0 +1,48 @@
+"""Fake quantization as a Pallas kernel: one read and one write of the tensor."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.arithmetic import (
+    bits_float,
+    decode_terms,
+    encode_gain,
+    encode_terms,
+    float_bits,
+    magnitude_bits,
+    scale_code,
+    signed_value,
+)
+from pallas_kernels.formats import BlockFormat
+from pallas_kernels.groups import column, plan
+from pallas_kernels.ladder import nearest_value
+
+
+def _body(*refs, fmt: BlockFormat):
+    x_ref, *multiplier_ref, out_ref = refs
+    x = x_ref[...].astype(jnp.float32)
+    magnitudes = magnitude_bits(x)
+    amax = jnp.max(magnitudes, axis=1)[:, None]
+    multiplier = column(multiplier_ref[0]) if fmt.has_multiplier else None
+    gain = None if multiplier is None else encode_gain(multiplier)
+    scales = scale_code(amax, gain)
+    gain, step = encode_terms(scales, gain)
+    value = nearest_value(bits_float(magnitudes) * gain, step, fmt)
+    factor, pre = decode_terms(scales, multiplier)
+    out_ref[...] = signed_value(value, float_bits(x), factor, pre).astype(out_ref.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "interpret"))
+def fake_quant(
+    x: Float[Array, "*rows d"], multiplier: Float[Array, "*m"] | None, fmt: BlockFormat, interpret: bool | None = None
+) -> Float[Array, "*rows d"]:
+    """x rounded to the format, as the reference. Raises NotImplementedError (see `groups.plan`)."""
+    groups = plan(x.shape, fmt, interpret)
+    inputs = [groups.from_last(x, fmt.block)]
+    if multiplier is not None:
+        inputs.append(groups.from_rows(multiplier))
+    (out,) = groups.call(functools.partial(_body, fmt=fmt), inputs, [groups.out(fmt.block, x.dtype)])
+    return groups.to_last(out, groups.size)

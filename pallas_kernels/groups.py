@@ -1,0 +1,127 @@
+"""How a tensor is presented to the Pallas bodies: as a list of groups, one block of the format each.
+
+A tensor [..., d] becomes [n, block], n = rows * ceil(d / block), padded to whole tiles of groups; one program handles one
+tile. A thread then owns whole blocks, the block maximum needs no exchange between threads, and any shape reduces to one
+case. What belongs to a row (multiplier, validity) is one value for all groups, or one for each group.
+
+The same body runs on CPU in interpret mode and on NVIDIA GPUs through the Triton lowering, which wants powers of two in
+every shape and does not mask a last partial tile: hence the padding.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Shaped
+
+from pallas_kernels.blocks import pad_last
+from pallas_kernels.formats import BlockFormat
+
+_GPU_TILE = 64  # with 4 warps a thread holds 8 values; measured on an H200, larger tiles slow guided rounding down
+_INTERPRET_PROGRAMS = 16  # an interpreted program costs about half a millisecond whatever it does
+_LARGEST_OFFSET = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The tiling of one call.
+
+    Args:
+      rows: leading axes of the tensor.
+      size: its last axis.
+      fmt: the format; a group is one of its blocks.
+      interpret: whether the bodies run in interpret mode.
+      tile: groups of one program, a power of two.
+    """
+
+    rows: tuple[int, ...]
+    size: int
+    fmt: BlockFormat
+    interpret: bool
+    tile: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one row."""
+        return self.fmt.scales_bytes(self.size)
+
+    @property
+    def count(self) -> int:
+        """Groups of the tensor."""
+        total = self.blocks
+        for axis in self.rows:
+            total *= axis
+        return total
+
+    @property
+    def padded(self) -> int:
+        """Groups after padding to whole tiles."""
+        return -(-self.count // self.tile) * self.tile
+
+    def from_last(self, x: Shaped[Array, "*rows d"], width: int) -> Shaped[Array, "n width"]:
+        """An array whose last axis holds `width` entries for each block (the last block may be cut short), as groups."""
+        return self._padded(pad_last(x, self.blocks * width).reshape(self.count, width))
+
+    def from_rows(self, value: Shaped[Array, "*m"]) -> Shaped[Array, " n"]:
+        """A scalar as [1], or a row value (one axis for every leading axis) as one entry for each group."""
+        if value.size == 1:
+            return value.reshape(1)
+        spread = jnp.broadcast_to(value[..., None], (*self.rows, self.blocks))
+        return self._padded(spread.reshape(self.count))
+
+    def to_last(self, groups: Shaped[Array, "n width"], length: int) -> Shaped[Array, "*rows length"]:
+        """The first `length` entries of every row."""
+        width = groups.shape[-1]
+        return groups[: self.count].reshape((*self.rows, self.blocks * width))[..., :length]
+
+    def spec(self, array: Shaped[Array, "..."] | jax.ShapeDtypeStruct) -> pl.BlockSpec:
+        """One tile of an array of groups, or all of a [1] array."""
+        if array.ndim == 1:
+            return pl.BlockSpec((1,), lambda i: (0,)) if array.shape[0] == 1 else pl.BlockSpec((self.tile,), lambda i: (i,))
+        return pl.BlockSpec((self.tile, array.shape[1]), lambda i: (i, 0))
+
+    def call(self, body, inputs, outputs):
+        """Runs `body(*input_refs, *output_refs)` once for each tile."""
+        return pl.pallas_call(
+            body,
+            grid=(self.padded // self.tile,),
+            in_specs=[self.spec(array) for array in inputs],
+            out_specs=[self.spec(array) for array in outputs],
+            out_shape=list(outputs),
+            compiler_params=pltriton.CompilerParams(num_warps=4),
+            interpret=self.interpret,
+        )(*inputs)
+
+    def out(self, width: int, dtype) -> jax.ShapeDtypeStruct:
+        """An output with `width` entries for each group."""
+        return jax.ShapeDtypeStruct((self.padded, width), dtype)
+
+    def _padded(self, groups: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        missing = self.padded - groups.shape[0]
+        return jnp.pad(groups, [(0, missing)] + [(0, 0)] * (groups.ndim - 1)) if missing else groups
+
+
+def plan(shape: tuple[int, ...], fmt: BlockFormat, interpret: bool | None) -> Groups:
+    """The tiling for a tensor; interpret None takes interpret mode on CPU and compiles for a GPU.
+
+    Raises NotImplementedError if the kernels cannot serve the shape or the device.
+    """
+    backend = jax.default_backend()
+    if interpret is None:
+        if backend not in ("cpu", "gpu"):
+            raise NotImplementedError(f"the Pallas kernels run on CPU (interpret mode) and NVIDIA GPUs, not on {backend}")
+        interpret = backend == "cpu"
+    groups = Groups(shape[:-1], shape[-1], fmt, interpret, 1)
+    if groups.count == 0:
+        raise NotImplementedError(f"the Pallas kernels need at least one row, got shape {shape}")
+    if groups.count * fmt.block + _GPU_TILE * fmt.block > _LARGEST_OFFSET:
+        raise NotImplementedError(f"the Pallas kernels address at most {_LARGEST_OFFSET} values, got shape {shape}; split the rows")
+    wanted = -(-groups.count // _INTERPRET_PROGRAMS) if interpret else min(groups.count, _GPU_TILE)
+    return dataclasses.replace(groups, tile=1 << (max(wanted, 16) - 1).bit_length())
+
+
+def column(ref) -> Shaped[Array, "n 1"]:
+    """A row value inside a body, as a column that broadcasts against the tile."""
+    return ref[...][:, None]

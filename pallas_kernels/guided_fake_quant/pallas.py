@@ -1,0 +1,52 @@
+"""Guided rounding as a Pallas kernel: the tensor and its record are each read once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, UInt8
+
+from pallas_kernels.arithmetic import magnitude_bits
+from pallas_kernels.formats import BlockFormat
+from pallas_kernels.groups import column, plan
+from pallas_kernels.guided_fake_quant.rule import guided_values
+from pallas_kernels.packing import interleave_nibbles, spread_bits
+
+
+def _body(*refs, kind: str, fmt: BlockFormat):
+    x_ref, scales_ref, valid_ref, *rest, out_ref = refs
+    x = x_ref[...].astype(jnp.float32)
+    amax = jnp.max(magnitude_bits(x), axis=1)[:, None]
+    own = rollout = None
+    if fmt.has_multiplier:
+        own, rollout = column(rest[0]), column(rest[1])
+    record = None
+    if kind != "scales":
+        record = spread_bits(rest[-1][...]) if kind == "mantissa" else interleave_nibbles(rest[-1][...])
+    scales = scales_ref[...].astype(jnp.int32)
+    valid = column(valid_ref).astype(jnp.int32) != 0
+    out_ref[...] = guided_values(x, amax, record, scales, valid, own, rollout, kind, fmt).astype(out_ref.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "fmt", "interpret"))
+def guided_fake_quant(
+    x: Float[Array, "*rows d"],
+    data: UInt8[Array, "*rows bytes"] | None,
+    scales: UInt8[Array, "*rows blocks"],
+    valid: Bool[Array, "*v"],
+    multiplier: Float[Array, "*m"] | None,
+    rollout_multiplier: Float[Array, "*m"] | None,
+    kind: str,
+    fmt: BlockFormat,
+    interpret: bool | None = None,
+) -> Float[Array, "*rows d"]:
+    """x rounded under the record, as the reference. Raises NotImplementedError (see `groups.plan`)."""
+    groups = plan(x.shape, fmt, interpret)
+    inputs = [groups.from_last(x, fmt.block), groups.from_last(scales, 1), groups.from_rows(valid.astype(jnp.uint8))]
+    if multiplier is not None and rollout_multiplier is not None:
+        inputs += [groups.from_rows(multiplier), groups.from_rows(rollout_multiplier)]
+    if data is not None:
+        inputs.append(groups.from_last(data, fmt.block // (8 if kind == "mantissa" else 2)))
+    body = functools.partial(_body, kind=kind, fmt=fmt)
+    (out,) = groups.call(body, inputs, [groups.out(fmt.block, x.dtype)])
+    return groups.to_last(out, groups.size)

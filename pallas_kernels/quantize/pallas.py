@@ -1,0 +1,41 @@
+"""Quantization as a Pallas kernel: one pass over x, codes and scales out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels.arithmetic import bits_float, encode_gain, encode_terms, float_bits, magnitude_bits, scale_code
+from pallas_kernels.formats import BlockFormat
+from pallas_kernels.groups import column, plan
+from pallas_kernels.ladder import nearest_index
+from pallas_kernels.packing import join_nibbles
+
+
+def _body(*refs, fmt: BlockFormat):
+    x_ref, *multiplier_ref, codes_ref, scales_ref = refs
+    x = x_ref[...].astype(jnp.float32)
+    magnitudes = magnitude_bits(x)
+    amax = jnp.max(magnitudes, axis=1)[:, None]
+    gain = encode_gain(column(multiplier_ref[0])) if fmt.has_multiplier else None
+    scales = scale_code(amax, gain)
+    gain, step = encode_terms(scales, gain)
+    index = nearest_index(bits_float(magnitudes) * gain, step, fmt)
+    codes = jnp.where((index > 0) & (float_bits(x) < 0), index + 8, index)
+    codes_ref[...] = join_nibbles(codes).astype(jnp.uint8)
+    scales_ref[...] = scales.astype(jnp.uint8)
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "interpret"))
+def quantize(
+    x: Float[Array, "*rows d"], multiplier: Float[Array, "*m"] | None, fmt: BlockFormat, interpret: bool | None = None
+) -> tuple[UInt8[Array, "*rows bytes"], UInt8[Array, "*rows blocks"]]:
+    """Packed codes and scale bytes of x, as the reference. Raises NotImplementedError (see `groups.plan`)."""
+    groups = plan(x.shape, fmt, interpret)
+    inputs = [groups.from_last(x, fmt.block)]
+    if multiplier is not None:
+        inputs.append(groups.from_rows(multiplier))
+    outputs = [groups.out(fmt.block // 2, jnp.uint8), groups.out(1, jnp.uint8)]
+    codes, scales = groups.call(functools.partial(_body, fmt=fmt), inputs, outputs)
+    return groups.to_last(codes, fmt.codes_bytes(groups.size)), groups.to_last(scales, groups.blocks)

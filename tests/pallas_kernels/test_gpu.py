@@ -1,0 +1,36 @@
+"""The shared tests once more on a GPU: the jnp reference compiled by XLA and the compiled Pallas kernels.
+
+CPU cannot show what a GPU compiler folds, contracts or flushes, so every comparison with the oracle is repeated.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import NVFP4, fake_quant
+from tests.pallas_kernels.base_guided import GuidedBase
+from tests.pallas_kernels.base_quantize import FakeQuantTransformsBase, QuantizeBase
+from tests.pallas_kernels.cases import mismatches, normal
+
+pytestmark = [
+    pytest.mark.gpu,
+    # jax 0.11 announces the end of the Triton lowering of Pallas; the bodies are backend-neutral and will follow.
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+
+class TestReferenceOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase):
+    implementation = "reference"
+
+
+class TestPallasOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase):
+    implementation = "pallas"
+
+
+def test_the_default_on_a_gpu_is_the_kernel():
+    x = jnp.asarray(normal((64, 96), 1))
+    text = jax.jit(lambda x: fake_quant(x, NVFP4)).lower(x).as_text()
+    assert "triton" in text
+    assert mismatches(fake_quant(x, NVFP4), fake_quant(x, NVFP4, implementation="reference")) == 0

@@ -1,0 +1,188 @@
+"""REW-01: verifiers that hang, crash or die are cut off, replaced and reported, never taken for wrong answers."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from trace_jax.errors import UserError
+from trace_jax.tasks import Row, Task, Verdict
+from trace_jax.tasks.pool import VerifierPool
+from trace_jax.tasks.verifiers import VerifierSpec
+
+MODULE = """
+import os, signal, sys, time
+
+def judge(completion, answer, row):
+    if completion == "sleep":
+        time.sleep(60)
+    if completion == "spin":
+        while True:
+            pass
+    if completion == "spin in C":
+        10 ** 10 ** 10
+    if completion == "raise":
+        raise RuntimeError("no verdict today")
+    if completion == "exit":
+        os._exit(7)
+    if completion == "print":
+        print("noise on stdout", flush=True)
+    if completion == "jax":
+        return {"score": float("jax" in sys.modules)}
+    if completion == "alarm":
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.alarm(3)
+        signal.alarm(0)
+    if completion == "pid":
+        return os.getpid()
+    return 1.0 if completion == answer else 0.0
+"""
+
+ROW = Row(1, "q", "right", {"k": [1, 2]})
+RIGHT, WRONG = Verdict(1.0, True), Verdict(0.0, False)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verifier")
+    (folder / "judge_module.py").write_text(MODULE)
+    sys.path.append(str(folder))
+    yield VerifierSpec("judge_module:judge")
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture
+def task(spec):
+    with Task("t", {"train": [ROW]}, reward=spec.name, verifier=spec, verifier_timeout_s=0.4, workers=2) as task:
+        yield task
+
+
+def judge(task: Task, *completions: str) -> list[Verdict]:
+    return task.score_batch([ROW] * len(completions), completions)
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_rew_01_hanging_verifier_is_cut_off_and_the_rest_is_served(task):
+    start = time.monotonic()
+    verdicts = judge(task, "right", "sleep", "right", "spin", "wrong", "right", "spin in C", "wrong")
+    assert [verdict.error for verdict in verdicts] == [None, "timeout", None, "timeout", None, None, "timeout", None]
+    assert [verdict.correct for verdict in verdicts] == [True, False, True, False, False, True, False, False]
+    assert time.monotonic() - start < 20
+
+
+def test_rew_01_called_from_threads(task):
+    results: dict[int, list[Verdict]] = {}
+
+    def work(number: int) -> None:
+        results[number] = judge(task, "right", "sleep" if number == 0 else "wrong", "right")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results[0] == [RIGHT, Verdict.failed("timeout"), RIGHT]
+    assert all(results[number] == [RIGHT, WRONG, RIGHT] for number in (1, 2, 3))
+
+
+def test_crash_exception_and_noise(task):
+    verdicts = judge(task, "print", "raise", "right", "exit", "alarm", "right")
+    assert verdicts[0] == WRONG
+    assert verdicts[1].error == "RuntimeError: no verdict today"
+    assert verdicts[3].error == "the verifier's worker died with exit code 7"
+    assert [verdicts[index] for index in (2, 4, 5)] == [RIGHT, WRONG, RIGHT]
+
+
+def test_worker_killed_while_idle_is_replaced_without_an_error(task):
+    pid = int(judge(task, "pid")[0].score)
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(0.1)
+    second = int(judge(task, "pid")[0].score)
+    assert second != pid
+    assert judge(task, "right") == [RIGHT]
+
+
+def test_worker_killed_at_work_is_an_error(task):
+    task.start()
+    results: list[Verdict] = []
+    pid = int(judge(task, "pid")[0].score)
+    thread = threading.Thread(target=lambda: results.extend(judge(task, "sleep")))
+    thread.start()
+    time.sleep(0.15)
+    os.kill(pid, signal.SIGKILL)
+    thread.join()
+    assert results == [Verdict.failed("the verifier's worker died with exit code -9")]
+
+
+def test_order_and_large_batches(task):
+    completions = ["right" if number % 3 else "wrong" for number in range(500)]
+    verdicts = judge(task, *completions)
+    assert [verdict.correct for verdict in verdicts] == [text == "right" for text in completions]
+    big = Row(1, "q", "right", {"blob": "x" * 300_000})
+    assert task.score_batch([big] * 3, ["right", "wrong", "right"]) == [RIGHT, WRONG, RIGHT]
+
+
+def test_row_that_cannot_be_sent_is_an_error_of_its_own(task):
+    rows = [ROW, Row(2, "q", "right", {"hook": lambda: None}), ROW]
+    verdicts = task.score_batch(rows, ["right"] * 3)
+    assert [verdicts[0], verdicts[2]] == [RIGHT, RIGHT]
+    assert verdicts[1].error is not None
+    assert verdicts[1].error.startswith("the row cannot be sent to the verifier")
+
+
+def test_workers_never_import_jax_and_end_with_the_task(task):
+    assert judge(task, "jax") == [WRONG]
+    pids = {int(verdict.score) for verdict in judge(task, *["pid"] * 40)}
+    assert 1 <= len(pids) <= 2
+    task.close()
+    assert not any(alive(pid) for pid in pids)
+    assert judge(task, "right") == [RIGHT]
+
+
+@pytest.mark.parametrize("last", ["right", "sleep", "spin in C"])
+def test_workers_die_with_a_killed_parent(spec, tmp_path, last):
+    code = f"""
+import sys, threading
+sys.path[:0] = {sys.path!r}
+from trace_jax.tasks import Row
+from trace_jax.tasks.pool import VerifierPool
+from trace_jax.tasks.verifiers import VerifierSpec
+import trace_jax.tasks.worker as worker
+pool = VerifierPool(VerifierSpec({spec.name!r}), 1.0, 1)
+row = Row(1, "q", "right")
+print(int(pool.verify([("pid", row)])[0].score), flush=True)
+pool.timeout_s = 60
+pool.verify([({last!r}, row)])
+threading.Event().wait()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    time.sleep(0.3)
+    assert alive(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 15
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(pid)
+
+
+def test_missing_function_is_a_user_error_at_start(spec):
+    pool = VerifierPool(VerifierSpec("judge_module:nothing"), 1.0, 1)
+    for _ in range(2):
+        with pytest.raises(UserError, match="judge_module has no 'nothing'"):
+            pool.start()
+    assert not pool._alive

@@ -1,0 +1,47 @@
+"""`trace-jax mismatch`: how far trainer and rollout drift apart, before committing to FP4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trace_jax.cli.arguments import Json, MaxPrompts, Policy, Seed, Split, Task
+from trace_jax.cli.common import json_output, split_names
+
+
+def mismatch(
+    policy: Policy,
+    methods: Annotated[
+        str | None, typer.Option("--methods", help="Comma-separated methods of the trainer, such as naive,qat,trace.")
+    ] = None,
+    precisions: Annotated[str | None, typer.Option("--precisions", help="Comma-separated rollout precisions, such as nvfp4,mxfp4.")] = None,
+    engine: Annotated[str, typer.Option("--engine", help="Rollout engine.")] = "jax",
+    cache: Annotated[
+        Path | None, typer.Option("--cache", help="Folder of a saved guidance cache to compare with, instead of generating.")
+    ] = None,
+    task: Task = None,
+    split: Split = None,
+    max_prompts: MaxPrompts = None,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Compare train and rollout log-probs: KL, per layer, per token position."""
+    from trace_jax.evaluation.mismatch import measure_mismatch, print_mismatch
+
+    with json_output(json) as emit:
+        result = measure_mismatch(
+            policy,
+            methods=split_names(methods),
+            precisions=split_names(precisions),
+            engine=engine,
+            cache=cache,
+            task=task,
+            split=split,
+            max_prompts=max_prompts,
+            seed=seed,
+        )
+        emit(result)
+    if not json:
+        print_mismatch(result)
