@@ -3,6 +3,8 @@
 # The attachments (routes, guidance, audit) are optional in the types and present in these batches.
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -129,12 +131,27 @@ def test_plan_takes_every_sequence_once_and_few_shapes(lengths, tokens, buckets,
         assert 0 < len(batch.indices) <= batch.rows and batch.rows % multiple == 0
         assert max(lengths[index] for index in batch.indices) <= batch.length
         assert batch.rows * batch.length <= tokens or batch.rows == multiple
-    rows_of = {batch.length: batch.rows for batch in plan}
-    assert all(rows_of[batch.length] == batch.rows for batch in plan)  # the shape follows from the length
+        assert batch.rows - len(batch.indices) < math.lcm(16, multiple)
+    rows_of = {batch.length: batch.rows for batch in reversed(plan)}
+    assert all(rows_of[batch.length] == batch.rows for batch in plan[:-1])  # the shape of a full one follows from the length
     assert all(length in buckets or length % max(buckets) == 0 for length in rows_of)
     assert all(len(batch.indices) == batch.rows for batch in plan[:-1])  # only the last one has padding rows
     ordered = [lengths[index] for batch in plan for index in batch.indices]
     assert ordered == sorted(lengths, reverse=True)
+
+
+def test_rows_are_capped_by_the_sequences_left():
+    """128 sequences where 170 rows would fit are not padded to 170; what is left over gets a multiple of 16."""
+    assert [batch.rows for batch in plan_micro_batches([90] * 128, 16384, [96])] == [128]
+    assert [batch.rows for batch in plan_micro_batches([90] * 171, 16384, [96])] == [170, 16]
+    assert [batch.rows for batch in plan_micro_batches([90] * 100, 16384, [96], row_multiple=3)] == [144]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_of_equal_size_share_few_shapes(seed):
+    rng = np.random.default_rng(seed)
+    plans = [plan_micro_batches(rng.integers(1, 97, 128), 4096, [48, 96]) for _ in range(50)]
+    assert len({(batch.length, batch.rows) for plan in plans for batch in plan}) <= 6
 
 
 def test_a_sequence_longer_than_the_micro_batch_stands_alone():

@@ -14,8 +14,9 @@ from ragged_batches import assert_same, random_trajectories
 from safetensors.numpy import load_file
 
 from trace_jax.errors import UserError
+from trace_jax.files import write_atomic
 from trace_jax.rollout import FinishReason, Trajectories
-from trace_jax.rollout.array_file import encode_arrays, write_atomic
+from trace_jax.rollout.array_file import encode_arrays
 from trace_jax.rollout.storage import json_rows, load_trajectories, save_trajectories, write_jsonl
 
 ragged = st.lists(st.integers(0, 7), min_size=0, max_size=6)
@@ -179,7 +180,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     with pytest.raises(UserError, match="No space left"):
         write_atomic(path, chunks())
     assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(UserError, match="cannot write"):
+    with pytest.raises(UserError, match="cannot be written"):
         save_trajectories(tmp_path / "no" / "folder.safetensors", Trajectories.empty())
 
 

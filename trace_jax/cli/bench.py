@@ -13,6 +13,7 @@ from rich.table import Table
 from trace_jax.cli.arguments import Json
 from trace_jax.cli.common import json_output, progress, result_console, to_json
 from trace_jax.errors import UserError
+from trace_jax.files import write_atomic
 
 RESULTS = Path("benchmarks/results")
 
@@ -46,17 +47,9 @@ def _result_path(name: str) -> Path:
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes the rows whole or not at all."""
     import json
-    import os
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_text(json.dumps(to_json(list(rows)), indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomic(path, [(json.dumps(to_json(list(rows)), indent=1) + "\n").encode()], parents=True)
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:

@@ -28,7 +28,8 @@ def mismatch(
     json: Json = False,
 ) -> None:
     """Compare train and rollout log-probs: KL, per layer, per token position."""
-    from trace_jax.evaluation.mismatch import measure_mismatch, print_mismatch
+    from trace_jax.evaluation.mismatch import measure_mismatch
+    from trace_jax.evaluation.mismatch_tables import print_mismatch
 
     with json_output(json) as emit:
         result = measure_mismatch(

@@ -11,21 +11,22 @@ construction, so the pass rate at each precision and the unguided methods stand 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.config import METHODS, Config, from_mapping
-from trace_jax.config.keys import overlay
+from trace_jax.config import METHODS
+from trace_jax.errors import UserError
 from trace_jax.evaluation.audit import compare_sites
+from trace_jax.evaluation.open_policy import OpenPolicy, open_policy, precision_config, require_precision
 from trace_jax.evaluation.pass_rate import FIRST_SAMPLE, pass_interval
+from trace_jax.guidance.cache import GuidanceCache
 from trace_jax.metrics.weighted import finalize
-from trace_jax.models.registry import Params
-from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.rl.diagnostics import position_gap_stats
 from trace_jax.rollout.engine import generate
 from trace_jax.rollout.padding import pad_batch
@@ -35,12 +36,6 @@ from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.setup import Setup, sync_weights
 from trace_jax.train.update import UpdateSettings, measure
 
-PRECISIONS: dict[str, dict[str, Any]] = {
-    name: {"rollout": {"weights": name, "activations": name, "kv_cache": {"k": name, "v": name}}}
-    for name in ("bf16", "fp8", "nvfp4", "mxfp4")
-}
-"""Precision -> the config keys that set every quantized tensor of the rollout to it."""
-
 METHODS_OF = {
     "bf16": ("bf16",),
     "fp8": ("naive", "qat"),
@@ -48,6 +43,8 @@ METHODS_OF = {
     "mxfp4": ("naive", "qat", "trace_scales", "trace", "trace_full"),
 }
 """Methods that make sense at a precision; only FP4 codes can be recorded."""
+
+DEFAULT_PROMPTS = 64
 
 SAFE, RISKY = 1.02, 1.05
 """Limits on `token_mult_prob_error`, mean(exp |gap|): at most SAFE is safe; NeMo RL's gate is 1.05, above it is unsafe."""
@@ -64,30 +61,19 @@ class PrecisionRollout:
     reward_mean: float
 
 
-def precision_config(config: Config, precision: str, method: str) -> Config:
-    """The config with the rollout at a precision and the trainer as a method says."""
-    values = config.model_dump(mode="json")
-    values = overlay(values, overlay(METHODS[method], PRECISIONS[precision]))
-    if method == "bf16":
-        values = overlay(values, METHODS["bf16"])
-    return from_mapping(values | {"method": method})
-
-
 def roll_out(
-    config: Config,
-    build: Callable[[Config], Setup],
-    params: Params,
-    multipliers: Multipliers,
+    opened: OpenPolicy,
     precision: str,
     *,
     split: str,
     prompts: int,
     samples: int,
+    seed: int,
 ) -> PrecisionRollout:
     """Generates answers at a precision, every sequence with its full record."""
-    setup = build(precision_config(config, precision, METHODS_OF[precision][0]))
+    setup = opened.setup(precision_config(opened.config, precision, METHODS_OF[precision][0]))
     engine = setup.engine()
-    sync_weights(engine, setup, params, multipliers, 0)
+    sync_weights(engine, setup, opened.params, opened.multipliers, 0)
     rows = setup.task.rows(split)[:prompts]
     requests = make_requests(
         rows,
@@ -95,7 +81,7 @@ def roll_out(
         setup.sampling,
         group_size=samples,
         first_sample=FIRST_SAMPLE,
-        seed=config.seed,
+        seed=seed,
         audited=len(rows) * samples,
     )
     scored = score(generate(engine, requests), [row for row in rows for _ in range(samples)], setup.task, setup.tokenizer)
@@ -106,16 +92,14 @@ def roll_out(
     return PrecisionRollout(precision, setup, scored.trajectories, rate, reward)
 
 
-def method_report(
-    config: Config, build: Callable[[Config], Setup], params: Params, multipliers: Multipliers, rollout: PrecisionRollout, method: str
-) -> dict[str, Any]:
+def method_report(opened: OpenPolicy, rollout: PrecisionRollout, method: str) -> dict[str, Any]:
     """The divergence of one method from a rollout, as plain numbers.
 
     Returns:
       `metrics` (names of the training log), `positions` (mean |gap| by token index in the answer), `sites` (per site and
       layer, the figures of the audit; FP4 only), and `verdict`.
     """
-    setup = build(precision_config(config, rollout.precision, method))
+    setup = opened.setup(precision_config(opened.config, rollout.precision, method))
     trajectories = with_record(rollout.trajectories, setup)
     settings = UpdateSettings(
         spec=setup.objective,
@@ -124,12 +108,14 @@ def method_report(
         max_length=int(trajectories.lengths().max()),
         replay=setup.config.algorithm.routing_replay,
     )
-    measured = measure(params, multipliers, trajectories, settings)
+    measured = measure(opened.params, opened.multipliers, trajectories, settings)
     metrics = {name: value for name, value in finalize(measured.stats).items() if name != "loss" and not name.startswith("policy/")}
     sites: dict[str, dict[str, dict[str, float]]] = {}
     if trajectories.audit is not None:
         audited = trajectories.select(trajectories.audit.sequences)
-        for (site, layer), result in compare_sites(setup.objective, params, multipliers, audited, replay=settings.replay).items():
+        for (site, layer), result in compare_sites(
+            setup.objective, opened.params, opened.multipliers, audited, replay=settings.replay
+        ).items():
             sites.setdefault(site, {})[str(layer)] = {name: float(metric.mean()) for name, metric in vars(result).items()}
     return {
         "metrics": metrics,
@@ -157,38 +143,91 @@ def verdict(token_mult_prob_error: float) -> str:
     return "safe" if token_mult_prob_error <= SAFE else "risky" if token_mult_prob_error <= RISKY else "unsafe"
 
 
-def mismatch(
-    config: Config,
-    build: Callable[[Config], Setup],
-    params: Params,
-    multipliers: Multipliers,
+def measure_mismatch(
+    path: Path,
     *,
-    precisions: Sequence[str],
-    methods: Sequence[str] | None,
-    split: str,
-    prompts: int,
-    samples: int,
-    progress: Callable[[int], None] = lambda done: None,
-) -> Mapping[str, Any]:
-    """The whole report: per precision the pass rate, per method the divergence."""
-    report: dict[str, Any] = {"split": split, "prompts": prompts, "samples": samples, "precisions": {}}
-    done = 0
-    for precision in precisions:
-        rollout = roll_out(config, build, params, multipliers, precision, split=split, prompts=prompts, samples=samples)
-        wanted = [name for name in METHODS_OF[precision] if methods is None or name in methods or name == "bf16"]
-        by_method = {}
-        for method in wanted:
-            by_method[method] = method_report(config, build, params, multipliers, rollout, method)
-            progress(done := done + 1)
-        rate, low, high = rollout.pass_at_1
-        report["precisions"][precision] = {
-            "pass_at_1": rate,
-            "pass_at_1_low": low,
-            "pass_at_1_high": high,
-            "reward_mean": rollout.reward_mean,
-            "methods": by_method,
-        }
-    return report
+    methods: Sequence[str] | None = None,
+    precisions: Sequence[str] | None = None,
+    engine: str = "jax",
+    cache: Path | None = None,
+    task: str | None = None,
+    split: str | None = None,
+    max_prompts: int | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """The whole report: per precision the pass rate, per method the divergence.
+
+    Args:
+      path: run directory or checkpoint.
+      methods: trainer methods; None takes all that make sense at a precision.
+      precisions: rollout precisions; None takes all. A guidance cache has one precision, the stored config's.
+      engine: `jax`, the embedded engine.
+      cache: a folder written by `trace-jax rollout --save-cache`, to compare with instead of generating.
+      max_prompts: prompts of the split; None takes 64.
+
+    Raises:
+      UserError: an unknown precision, method or engine, or a cache that does not belong to the policy.
+    """
+    if engine != "jax":
+        raise UserError(f"--engine {engine!r} is not available in this version; write jax")
+    for name in precisions or ():
+        require_precision(name)
+    unknown = [name for name in methods or () if name not in METHODS]
+    if unknown:
+        raise UserError(f"--methods {unknown[0]!r} is unknown; write some of: {', '.join(METHODS)}")
+    opened = open_policy(path, (), task)
+    try:
+        config = opened.config
+        split, prompts = split or config.eval.split, max_prompts or DEFAULT_PROMPTS
+        if cache is not None:
+            rollouts = [cached_rollout(opened, cache)]
+        else:
+            wanted = precisions or tuple(METHODS_OF)
+            rollouts = (roll_out(opened, name, split=split, prompts=prompts, samples=config.eval.samples, seed=seed) for name in wanted)
+        report: dict[str, Any] = {"policy": str(path), "task": config.task.name, "split": split, "seed": seed, "precisions": {}}
+        for rollout in rollouts:
+            by_method = {}
+            for method in METHODS_OF[rollout.precision]:
+                if rollout.precision == "bf16" or methods is None or method in methods:
+                    progress(f"{rollout.precision} {method}")
+                    by_method[method] = method_report(opened, rollout, method)
+            rate, low, high = rollout.pass_at_1
+            report["precisions"][rollout.precision] = {
+                "sequences": rollout.trajectories.num_sequences,
+                "pass_at_1": rate,
+                "pass_at_1_low": low,
+                "pass_at_1_high": high,
+                "reward_mean": rollout.reward_mean,
+                "methods": by_method,
+            }
+        return report
+    finally:
+        opened.task.close()
+
+
+def cached_rollout(opened: OpenPolicy, directory: Path) -> PrecisionRollout:
+    """Trajectories of a saved guidance cache, as a rollout of the precision that the stored config names.
+
+    Raises:
+      UserError: the cache holds nothing, or the config mixes precisions.
+    """
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such folder; write one with trace-jax rollout --save-cache")
+    rollout = opened.config.rollout
+    formats = {rollout.weights, rollout.activations, rollout.kv_cache.k, rollout.kv_cache.v}
+    if len(formats) != 1:
+        raise UserError(f"the policy's config mixes the precisions {sorted(formats)}; a cache is compared at one precision")
+    store = GuidanceCache.open(directory)
+    ids = store.keys()
+    if not len(ids):
+        raise UserError(f"{directory}: the guidance cache holds no sample; write one with trace-jax rollout --save-cache")
+    trajectories = store.get(ids)
+    correct = trajectories.reward >= 1.0
+    rate = pass_interval(correct[:, None], ~np.isnan(trajectories.reward)[:, None])
+    precision = formats.pop()
+    setup = opened.setup(precision_config(opened.config, precision, METHODS_OF[precision][0]))
+    return PrecisionRollout(precision, setup, trajectories, rate, float(np.nanmean(trajectories.reward)))
 
 
 def _positions(trajectories: Trajectories, logp: np.ndarray) -> list[float]:

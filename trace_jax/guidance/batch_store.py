@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trace_jax.errors import UserError
+from trace_jax.files import write_atomic
 from trace_jax.guidance.cache_index import Entry, Index, data_files, layout_hash, read_index, serial_of, write_index
 from trace_jax.guidance.record import GuidanceRecord
-from trace_jax.rollout.array_file import write_atomic
 from trace_jax.rollout.storage import encode_trajectories, load_trajectories
 from trace_jax.rollout.trajectories import Trajectories
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trace_jax.errors import UserError
+from trace_jax.files import write_atomic
 from trace_jax.guidance.record import GuidanceRecord
-from trace_jax.rollout.array_file import write_atomic
 from trace_jax.rollout.trajectories import Trajectories
 
 INDEX_NAME = "index.json"

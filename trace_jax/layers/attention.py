@@ -17,7 +17,8 @@ def attend(
     Args:
       mask: true where a query may look at a key. A row without any true entry (padding) yields finite numbers of no meaning.
     """
-    return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], implementation="xla")
+    with jax.numpy_dtype_promotion("standard"):  # jax's own code mixes bfloat16 with float32 and must run under strict promotion too
+        return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], implementation="xla")
 
 
 def causal_mask(positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:

@@ -15,6 +15,14 @@ def logits_of(hidden: Float[Array, "*rows D"], head: Float[Array, "V D"]) -> Flo
     return jnp.matmul(hidden, head.astype(hidden.dtype).T, preferred_element_type=jnp.float32)
 
 
+def entropy_of(logp: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
+    """Entropy in nats of normalised log-probabilities; -inf is a token that cannot be drawn and adds nothing."""
+    possible = logp > -jnp.inf
+    # The inner where keeps 0 * inf out of the gradient as well.
+    safe = jnp.where(possible, logp, 0.0)
+    return -jnp.sum(jnp.where(possible, jnp.exp(safe) * safe, 0.0), axis=-1)
+
+
 def token_logprobs(
     hidden: Float[Array, "B T D"], head: Float[Array, "V D"], targets: Int[Array, "B T"], temperature: Float[Array, " B"]
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
@@ -32,8 +40,7 @@ def token_logprobs(
     def of_slice(hidden: Array, targets: Array) -> tuple[Array, Array]:
         logp = jax.nn.log_softmax(logits_of(hidden, head) / divisor, axis=-1)
         chosen = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
-        entropy = -jnp.sum(jnp.exp(logp) * jnp.maximum(logp, -1e30), axis=-1)
-        return chosen, entropy
+        return chosen, entropy_of(logp)
 
     width = max(1, LOGITS_LIMIT // (batch * head.shape[0]))
     if width >= length:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trace_jax.errors import UserError
+from trace_jax.files import cannot_write, write_atomic
 
 
 class JsonlWriter:
@@ -27,7 +28,7 @@ class JsonlWriter:
             self._file = open(self.path, "ab", buffering=0)
             self._file.truncate(complete_bytes)
         except OSError as error:
-            raise _cannot_write(self.path, error) from error
+            raise cannot_write(self.path, error) from error
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends ``{"step": step, **metrics}``; NaN and infinities, which JSON lacks, become null."""
@@ -47,7 +48,7 @@ class JsonlWriter:
             os.fsync(self._file.fileno())
         except OSError as error:
             self._file.truncate(start)
-            raise _cannot_write(self.path, error) from error
+            raise cannot_write(self.path, error) from error
         self._last_step = step
 
     def truncate_after(self, step: int) -> None:
@@ -57,18 +58,9 @@ class JsonlWriter:
         self._last_step = kept[-1]["step"] if kept else None
         if len(kept) == len(rows):
             return
-        partial = self.path.with_name(self.path.name + ".partial")
-        try:
-            with open(partial, "wb") as file:
-                file.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in kept)
-                file.flush()
-                os.fsync(file.fileno())
-            self._file.close()
-            os.replace(partial, self.path)
-            self._file = open(self.path, "ab", buffering=0)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise _cannot_write(self.path, error) from error
+        write_atomic(self.path, ((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in kept))
+        self._file.close()
+        self._file = open(self.path, "ab", buffering=0)
 
     def close(self) -> None:
         self._file.close()
@@ -117,7 +109,3 @@ def _scan(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _cannot_write(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another --out")

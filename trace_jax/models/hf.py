@@ -20,6 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from trace_jax.errors import UserError
+from trace_jax.files import flush_to_disk
 from trace_jax.models.registry import FAMILIES
 from trace_jax.models.tensor_files import TensorFiles, read_json, write_tensors
 
@@ -121,21 +122,13 @@ def _appearing(target: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         for file in temporary.iterdir():
-            _flush_to_disk(file)
+            flush_to_disk(file)
         temporary.rename(target)
-        _flush_to_disk(target.parent)
+        flush_to_disk(target.parent)
     except OSError as error:
         raise UserError(f"cannot write {target}: {error}; free space or choose another directory") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _carried_files(tokenizer_dir: str | Path | None) -> list[Path]:

@@ -45,7 +45,9 @@ def calibrate(policy: Policy, params: Params, sequences: Sequence[Sequence[int]]
     for site, value in amax.items():
         if not np.all(np.isfinite(value)):
             layer = int(np.flatnonzero(~np.isfinite(value))[0])
-            raise UserError(f"layer {layer} produces values that are not finite at {site}; the checkpoint's weights are damaged (NaN or Inf)")
+            raise UserError(
+                f"layer {layer} produces values that are not finite at {site}; the checkpoint's weights are damaged (NaN or Inf)"
+            )
     return static_multipliers({site: jnp.asarray(value, jnp.float32) for site, value in amax.items()}, headroom)
 
 

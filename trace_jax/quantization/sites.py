@@ -16,6 +16,7 @@ from pallas_kernels import Guide, block_format, dequantize, fake_quant, fake_qua
 from trace_jax.quantization.multipliers import KV_SITES, token_multiplier
 from trace_jax.quantization.plan import SitePlan
 
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SiteGuide:
@@ -30,7 +31,7 @@ class SiteGuide:
 
     data: UInt8[Array, "Ls B T *width"] | None
     scales: UInt8[Array, "Ls B T *blocks"]
-    multiplier: Float[Array, "Ls *rows"] | None
+    multiplier: Float[Array, "Ls ..."] | None
     slots: Int[Array, " L"]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trace_jax.errors import UserError
+from trace_jax.files import write_atomic
 from trace_jax.report.html import png_bytes, render_html
 from trace_jax.report.sections import SECTIONS
 from trace_jax.report.series import Run, load_runs
@@ -40,28 +41,9 @@ def report(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
         raise UserError(f"{path}: the report is an HTML file; give a name that ends in .html")
     with styled():
         page, picture = render_html(runs), _overview(runs)
-    write_atomic(path.with_suffix(".png"), picture)
-    write_atomic(path, page.encode())
+    write_atomic(path.with_suffix(".png"), [picture], parents=True)
+    write_atomic(path, [page.encode()], parents=True)
     return path
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Writes the file whole or not at all; parent directories are made.
-
-    Raises:
-        UserError: if it cannot be written.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another --out") from error
 
 
 def _overview(runs: Sequence[Run]) -> bytes:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trace_jax.files import write_atomic
 from trace_jax.report import plots
-from trace_jax.report.build import write_atomic
 from trace_jax.report.html import png_bytes
 from trace_jax.report.series import Run, load_runs
 from trace_jax.report.style import BLUE, COLORS, GREY, INK, MUTED, new_figure, not_recorded, styled
@@ -54,7 +54,7 @@ def quickstart_figure(run_dir: str | os.PathLike[str], summary: Mapping[str, Any
             text.set_in_layout(False)
         picture = png_bytes(figure)
     path = Path(out_png)
-    write_atomic(path, picture)
+    write_atomic(path, [picture], parents=True)
     return path
 
 

@@ -7,13 +7,11 @@ sampled tokens, the only ones that enter the loss. Values where the mask is fals
 from trace_jax.rl.advantages import frac_reward_zero_std, group_advantages, rewards_vary
 from trace_jax.rl.corrections import LOG_RATIO_LIMIT, rollout_weights
 from trace_jax.rl.diagnostics import answer_positions, entropy_stats, finalize, mismatch_stats, position_gap_stats
-from trace_jax.rl.logprobs import entropy_from_logits, token_logprobs
 from trace_jax.rl.losses import ppo_clip_loss_sum, token_count, token_mean
 
 __all__ = [
     "LOG_RATIO_LIMIT",
     "answer_positions",
-    "entropy_from_logits",
     "entropy_stats",
     "finalize",
     "frac_reward_zero_std",
@@ -24,6 +22,5 @@ __all__ = [
     "rewards_vary",
     "rollout_weights",
     "token_count",
-    "token_logprobs",
     "token_mean",
 ]

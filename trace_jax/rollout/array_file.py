@@ -1,4 +1,4 @@
-"""One file of named arrays: written atomically, checked on opening, mapped instead of read.
+"""One file of named arrays: checked on opening, mapped instead of read.
 
 The layout is that of safetensors (8-byte header size, JSON header, raw little-endian arrays), so any safetensors reader
 opens it; the header's `__metadata__` adds
@@ -15,10 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import os
 import sys
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,34 +31,8 @@ if sys.byteorder != "little":
     raise ImportError("trace_jax stores arrays in little-endian order and runs on little-endian machines only")
 
 
-def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a file so that it is either complete under its name or absent, also after a crash.
-
-    Raises:
-        UserError: the folder does not exist, is not writable or is full; nothing is left behind.
-    """
-    temporary = None
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror or error}; give a writable folder with enough space") from error
-
-
 def encode_arrays(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[bytes | memoryview]:
-    """The file of `arrays` and the JSON-able `meta` as chunks for `write_atomic`; arrays are not copied."""
+    """The file of `arrays` and the JSON-able `meta` as chunks for `trace_jax.files.write_atomic`; arrays are not copied."""
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     contiguous = {name: np.ascontiguousarray(array) for name, array in ordered}
     header: dict[str, Any] = {}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
+
+ROW_STEP = 16
+"""Rows of a micro-batch that is not full are a multiple of this."""
 
 
 class MicroBatch(NamedTuple):
@@ -15,7 +19,7 @@ class MicroBatch(NamedTuple):
     Attributes:
         indices: sequences, at most `rows`; the remaining rows are padding.
         length: T.
-        rows: B, the same for every micro-batch of this length.
+        rows: B.
     """
 
     indices: list[int]
@@ -40,8 +44,10 @@ def plan_micro_batches(
     """Every sequence into exactly one micro-batch, longest first.
 
     A micro-batch takes the longest sequence left, the smallest bucket that holds it, and fills its rows with the next
-    longest ones. Its rows are `micro_batch_tokens // length`, at least `row_multiple`, so the shape follows from the bucket
-    alone and only the last micro-batch has padding rows. A sequence longer than `micro_batch_tokens` thus stands alone.
+    longest ones. It has `micro_batch_tokens // length` rows, at least `row_multiple`, so a sequence longer than
+    `micro_batch_tokens` stands alone. Where fewer sequences are left, they are rounded up to a multiple of `ROW_STEP` and
+    `row_multiple`; only this last micro-batch has padding rows. Batches of equal size thus share few shapes: one full shape for
+    each bucket, and a last one that depends on how many full ones came before.
 
     Args:
         lengths: tokens of each sequence.
@@ -60,12 +66,14 @@ def plan_micro_batches(
     sizes = np.asarray(lengths, np.int64)
     order = np.argsort(-sizes, kind="stable")
     known = sorted(buckets)
+    step = math.lcm(ROW_STEP, row_multiple)
     plan = []
     position = 0
     while position < order.size:
         longest = int(sizes[order[position]])
         length = next((bucket for bucket in known if bucket >= longest), -(-longest // known[-1]) * known[-1])
-        rows = max(micro_batch_tokens // length // row_multiple, 1) * row_multiple
+        full = max(micro_batch_tokens // length // row_multiple, 1) * row_multiple
+        rows = min(full, -(-(order.size - position) // step) * step)
         plan.append(MicroBatch(order[position : position + rows].tolist(), length, rows))
         position += rows
     return plan

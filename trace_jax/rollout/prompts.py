@@ -55,7 +55,7 @@ def make_requests(
     audit = {index * total // audited for index in range(audited)} if audited else set()
     requests = []
     for number, row in enumerate(rows):
-        tokens = tokenizer.apply_prompt(row.question)
+        tokens = tokenizer.apply_prompt(row.prompt)
         if settings.max_prompt_tokens is not None and len(tokens) > settings.max_prompt_tokens:
             raise UserError(
                 f"prompt {row.prompt_id} has {len(tokens)} tokens, more than rollout.max_prompt_tokens={settings.max_prompt_tokens}; "

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from trace_jax.errors import UserError
+from trace_jax.files import write_atomic
 from trace_jax.guidance.record import GuidanceRecord
 from trace_jax.guidance.site_record import SiteRecord
-from trace_jax.rollout.array_file import encode_arrays, read_arrays, write_atomic
+from trace_jax.rollout.array_file import encode_arrays, read_arrays
 from trace_jax.rollout.audit import Audit
 from trace_jax.rollout.routes import Routes
 from trace_jax.rollout.trajectories import SEQUENCE_COLUMNS, TOKEN_COLUMNS, FinishReason, Trajectories

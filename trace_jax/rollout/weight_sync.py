@@ -76,7 +76,7 @@ def _encode(params: Params, multipliers: Multipliers, *, policy: Policy, plan: Q
     layers: list[Tensors] = [{} for _ in range(policy.config.num_layers)]
     rest: Tensors = {}
     for name, path, layer_id in _plain_entries(policy):
-        leaf = functools.reduce(lambda tree, key: tree[key], path, params)
+        leaf = _at(params, path)
         if layer_id is None:
             rest[name] = leaf.astype(dtype)
         else:
@@ -108,7 +108,7 @@ def _decode(tensors: Tensors, *, policy: Policy, plan: QuantPlan) -> tuple[Param
     layer_ids = range(policy.config.num_layers)
     params = jax.tree.map(lambda leaf: None, param_shapes(policy.family, policy.config))
     for name, path, layer_id in _plain_entries(policy):
-        parent = functools.reduce(lambda tree, key: tree[key], path[:-1], params)
+        parent = _at(params, path[:-1])
         if layer_id is None:
             parent[path[-1]] = tensors[name]
         elif layer_id == 0:
@@ -116,9 +116,7 @@ def _decode(tensors: Tensors, *, policy: Policy, plan: QuantPlan) -> tuple[Param
     for name in ExpertWeights._fields:
         decoded = [_decode_expert(tensors, f"model.layers.{i}.mlp.experts.{name}_proj", plan, policy, dtype) for i in layer_ids]
         params["groups"][0]["experts"][name] = jnp.stack(decoded)
-    multipliers = {
-        site: jnp.stack([tensors[f"model.layers.{i}.{_STATIC_NAMES[site]}"] for i in layer_ids]) for site in static_sites(plan)
-    }
+    multipliers = {site: jnp.stack([tensors[f"model.layers.{i}.{_STATIC_NAMES[site]}"] for i in layer_ids]) for site in static_sites(plan)}
     return params, multipliers
 
 
@@ -134,7 +132,12 @@ def _decode_expert(tensors: Tensors, prefix: str, plan: QuantPlan, policy: Polic
     return dequantize(Quantized(codes=codes, scales=tensors[f"{prefix}.weight_scale"], multiplier=multiplier, size=width, fmt=block), dtype)
 
 
-def _plain_entries(policy: Policy) -> list[tuple[str, tuple[Any, ...], int | None]]:
+def _at(tree: Any, path: tuple[str | int, ...]) -> Any:
+    """The subtree or leaf of a parameter tree at a path."""
+    return functools.reduce(lambda subtree, key: subtree[key], path, tree)
+
+
+def _plain_entries(policy: Policy) -> list[tuple[str, tuple[str | int, ...], int | None]]:
     """Name, path and layer of every tensor outside the experts."""
     entries = key_map(policy.family, policy.config)
     return [(e.name, e.path, e.position[0] if e.position else None) for e in entries if len(e.position) < 2]

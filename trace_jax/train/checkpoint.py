@@ -7,6 +7,7 @@ the policy's description and the resolved config of the run.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,17 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, keep: int | None = None):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
-        self.directory = directory
+        self.directory, self._keep = directory, keep
+
+    @functools.cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        """Made on first use, because it creates the directory: a run that fails before must leave nothing."""
+        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, enable_async_checkpointing=True)
+        return ocp.CheckpointManager(self.directory.absolute(), options=options)
 
     def latest(self) -> int | None:
         """Step of the last complete checkpoint, None when there is none."""
-        return self._manager.latest_step()
+        return self._manager.latest_step() if self.directory.is_dir() else None
 
     def save(self, state: TrainState, progress: Progress, policy: Policy, tokenizer: str, config: dict[str, Any]) -> None:
         """Starts saving in the background; arrays are copied first, so training may go on and reuse its buffers."""
@@ -89,11 +94,13 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Blocks until the save in flight is complete; raises what it raised."""
-        self._manager.wait_until_finished()
+        if "_manager" in vars(self):
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Finishes and releases the manager."""
-        self._manager.close()
+        if "_manager" in vars(self):
+            self._manager.close()
 
     def restore(self, step: int, optimizer: optax.GradientTransformation) -> tuple[Policy, TrainState, Progress]:
         """Policy, state and counters of a complete checkpoint.
@@ -127,7 +134,9 @@ def load_policy(path: Path) -> LoadedPolicy:
       UserError: there is no complete checkpoint at the path.
     """
     root, step = _locate(path)
-    manager = ocp.CheckpointManager(root.absolute(), options=ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False))
+    manager = ocp.CheckpointManager(
+        root.absolute(), options=ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
+    )
     try:
         step = manager.latest_step() if step is None else step
         if step is None:
@@ -189,7 +198,9 @@ def _restore_item(manager: ocp.CheckpointManager, step: int, item: str, shapes: 
 
 def _damaged(directory: Path, step: int, item: str, error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:200]
-    return UserError(f"{directory}/{step}/{item}: the checkpoint cannot be read ({reason}); delete that step to fall back to the one before")
+    return UserError(
+        f"{directory}/{step}/{item}: the checkpoint cannot be read ({reason}); delete that step to fall back to the one before"
+    )
 
 
 def _locate(path: Path) -> tuple[Path, int | None]:

@@ -11,8 +11,7 @@ def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
     """Linear warm-up from 0 over `warmup_steps` updates, then constant."""
     if config.warmup_steps == 0:
         return optax.constant_schedule(config.learning_rate)
-    warmup = optax.linear_schedule(config.learning_rate / config.warmup_steps, config.learning_rate, max(1, config.warmup_steps - 1))
-    return warmup
+    return optax.linear_schedule(config.learning_rate / config.warmup_steps, config.learning_rate, max(1, config.warmup_steps - 1))
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -20,12 +19,11 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
     Weight decay acts on matrices only: norms and biases are vectors per layer and stay undecayed.
     """
-    adam = dict(b1=config.b1, b2=config.b2, eps=config.eps)
     schedule = learning_rate_schedule(config)
     inner = (
-        optax.adam(schedule, **adam)
+        optax.adam(schedule, config.b1, config.b2, config.eps)
         if config.name == "adam"
-        else optax.adamw(schedule, weight_decay=config.weight_decay, mask=_decayed, **adam)
+        else optax.adamw(schedule, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=_decayed)
     )
     return optax.chain(optax.clip_by_global_norm(config.grad_clip), inner) if config.grad_clip > 0 else inner
 

@@ -109,7 +109,7 @@ def rl_step(learner: Learner) -> tuple[dict[str, float], Trajectories]:
     metrics |= {f"time/{name}": seconds for name, seconds in clock.laps.items()} | {"time/step": clock.total()}
     metrics["throughput/rollout_tokens_per_s"] = sampled / clock.laps["rollout"]
     metrics["throughput/train_tokens_per_s"] = trajectories.num_tokens / max(clock.laps["train"], 1e-9)
-    metrics["learning_rate"] = float(learning_rate_schedule(config.optimizer)(learner.progress.version - 1))
+    metrics["learning_rate"] = float(np.asarray(learning_rate_schedule(config.optimizer)(learner.progress.version - 1)))
     return metrics, trajectories
 
 
@@ -183,7 +183,9 @@ def _update(
         result = update_policy(learner.state, measured, learner.settings)
         learner.state = result.state
         _count_skipped(learner, result.grad_norm)
-        learner.progress = replace(learner.progress, version=learner.progress.version + 1)
+        # A refused update leaves the weights, and thus their version, as they were.
+        if np.isfinite(result.grad_norm):
+            learner.progress = replace(learner.progress, version=learner.progress.version + 1)
         parts.append(result.stats)
         norms.append(result.grad_norm)
         clock.lap("train")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import jax
 
 from trace_jax.config import Config, dump
 from trace_jax.errors import UserError
+from trace_jax.files import write_atomic
 from trace_jax.metrics.writers import open_writers
 from trace_jax.rollout.storage import json_rows, write_jsonl
 from trace_jax.train.checkpoint import Checkpoints, Progress
@@ -65,19 +65,6 @@ def run_directory(out: Path | None, name: str, *, resume: bool) -> Path:
     return directory
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file under a temporary name and renames it."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def run_training(config: Config, directory: Path, *, resume: bool = False, report: Report | None = None) -> dict[str, Any]:
     """Trains until `config.steps`, or until a signal asks to stop.
 
@@ -99,14 +86,14 @@ def run_training(config: Config, directory: Path, *, resume: bool = False, repor
         checkpoints.close()
 
 
-def _run(
-    config: Config, directory: Path, checkpoints: Checkpoints, stop: StopRequest, resume: bool, report: Report
-) -> dict[str, Any]:
+def _run(config: Config, directory: Path, checkpoints: Checkpoints, stop: StopRequest, resume: bool, report: Report) -> dict[str, Any]:
     learner = _resumed(config, checkpoints) if resume and checkpoints.latest() is not None else _started(config)
+    learner.setup.task.rows(config.eval.split)  # an empty split is refused before anything is written
     if not resume:
-        write_atomically(directory / "config.yaml", dump(config))
+        write_atomic(directory / "config.yaml", [dump(config).encode()])
     (directory / "rollouts").mkdir(exist_ok=True)
-    log = open_writers(directory, list(config.loggers), after_step=learner.progress.step if resume else None)
+    # Step 0 is evaluated again when a run resumes from it, so its row goes too.
+    log = open_writers(directory, list(config.loggers), after_step=learner.progress.step or -1 if resume else None)
     metrics: dict[str, Any] = {}
     try:
         if learner.progress.step == 0:
@@ -120,7 +107,7 @@ def _run(
                 metrics |= evaluate(learner)
             log.write(step, metrics)
             report(step, metrics)
-            if config.checkpoint.every and step % config.checkpoint.every == 0:
+            if step % config.checkpoint.every == 0:
                 _save(checkpoints, learner)
         _save(checkpoints, learner)
     finally:
@@ -147,5 +134,8 @@ def _resumed(config: Config, checkpoints: Checkpoints) -> Learner:
 
 
 def _save(checkpoints: Checkpoints, learner: Learner) -> None:
+    # A resumed engine starts from the saved weights; with `sync.every` above 1 the running one must do so too.
+    if learner.synced != learner.progress.version:
+        learner.sync()
     setup = learner.setup
     checkpoints.save(learner.state, learner.progress, setup.policy, setup.config.tokenizer, setup.config.model_dump(mode="json"))

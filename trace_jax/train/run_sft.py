@@ -11,13 +11,14 @@ import jax
 
 from trace_jax.config import Config, dump
 from trace_jax.evaluation.pass_rate import measure_pass_rate
+from trace_jax.files import write_atomic
 from trace_jax.metrics.writers import open_writers
 from trace_jax.quantization.plan import UNQUANTIZED
 from trace_jax.rollout.embedded.decode import CaptureSpec
 from trace_jax.rollout.embedded.engine import EmbeddedEngine
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.optimizer import make_optimizer
-from trace_jax.train.run import stop_on_signal, write_atomically
+from trace_jax.train.run import stop_on_signal
 from trace_jax.train.setup import Setup, calibrated, initial_policy, sync_weights
 from trace_jax.train.sft import padded_length, sft_batch, sft_gradient, worked_example
 from trace_jax.train.state import TrainState, apply_gradients
@@ -39,7 +40,7 @@ def run_sft(config: Config, directory: Path, report: Callable[[int, dict[str, An
     probe = replace(setup, rollout_plan=UNQUANTIZED)
     engine = EmbeddedEngine(setup.policy, UNQUANTIZED, CaptureSpec(), config.rollout.max_batch)
     width = padded_length(max(len(worked_example(row, setup.tokenizer)[0]) for row in setup.task.rows("train")))
-    write_atomically(directory / "config.yaml", dump(config))
+    write_atomic(directory / "config.yaml", [dump(config).encode()])
     log = open_writers(directory, list(config.loggers))
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
     metrics: dict[str, Any] = {}
@@ -80,7 +81,7 @@ def _probe(setup: Setup, engine: EmbeddedEngine, params: dict, step: int) -> dic
         setup.sampling,
         split=sft.split_for_stop,
         samples=1,
-        max_prompts=setup.config.eval.max_prompts,
+        max_prompts=sft.max_prompts,
         seed=setup.config.seed,
     )
     return {"sft/pass_at_1": result.pass_at_1, "sft/reward_mean": result.reward_mean}

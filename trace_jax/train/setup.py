@@ -8,8 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from trace_jax.config import resolve_layers
-from trace_jax.config import Config
+from trace_jax.config import Config, resolve_layers
 from trace_jax.errors import UserError
 from trace_jax.models.hf import load_hf_directory
 from trace_jax.models.policy import Policy
@@ -56,17 +55,19 @@ class Setup:
 
     def max_sequence_tokens(self) -> int:
         """Longest sequence the run can produce: the longest prompt of any split plus the answer limit."""
-        longest = max(len(self.tokenizer.apply_prompt(row.question)) for split in self.task.sizes for row in self.task.rows(split))
+        splits = [split for split, size in self.task.sizes.items() if size]
+        longest = max(len(self.tokenizer.apply_prompt(row.prompt)) for split in splits for row in self.task.rows(split))
         longest = longest if self.sampling.max_prompt_tokens is None else min(longest, self.sampling.max_prompt_tokens)
         return min(longest + self.sampling.max_new_tokens, self.policy.config.max_position)
 
 
-def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = None) -> Setup:
+def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = None, task: Task | None = None) -> Setup:
     """Builds the fixed parts.
 
     Args:
       config: validated config.
       loaded_model: family and config of a policy that is read from disk; None takes `model.config`.
+      task: the config's task where it is loaded already.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     if loaded_model is None:
@@ -80,9 +81,13 @@ def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = N
             f"model.config.vocab_size={model_config.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of tokenizer "
             f"{config.tokenizer!r}; raise it or choose the tokenizer the model was trained with"
         )
-    policy = Policy(family, model_config, COMPUTE_DTYPES[config.model.compute_dtype], config.model.experts_implementation, config.train.remat)
+    policy = Policy(
+        family, model_config, COMPUTE_DTYPES[config.model.compute_dtype], config.model.experts_implementation, config.train.remat
+    )
     rollout, quant = config.rollout, config.train_quant
-    plan = rollout_plan(rollout.weights, rollout.activations, rollout.kv_cache.k, rollout.kv_cache.v, rollout.activation_scale == "per_token")
+    plan = rollout_plan(
+        rollout.weights, rollout.activations, rollout.kv_cache.k, rollout.kv_cache.v, rollout.activation_scale == "per_token"
+    )
     algorithm = config.algorithm
     objective = ObjectiveSpec(
         policy=policy,
@@ -93,7 +98,7 @@ def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = N
         cap=algorithm.correction.cap,
     )
     sampling = SamplingSettings(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_prompt_tokens)
-    return Setup(config, policy, tokenizer, load_config_task(config), plan, objective, sampling)
+    return Setup(config, policy, tokenizer, task or load_config_task(config), plan, objective, sampling)
 
 
 def _require_agreement(config: Config, loaded: ModelConfig) -> None:

@@ -23,8 +23,8 @@ LENGTH_MULTIPLE = 16
 
 def worked_example(row: Row, tokenizer: Tokenizer) -> tuple[list[int], int]:
     """Token ids of a prompt with its worked answer and the end token, and the length of the prompt."""
-    prompt = tokenizer.apply_prompt(row.question)
-    return [*prompt, *tokenizer.encode(row.answer), tokenizer.eos_id], len(prompt)
+    prompt = tokenizer.apply_prompt(row.prompt)
+    return [*prompt, *tokenizer.encode(row.worked_answer), tokenizer.eos_id], len(prompt)
 
 
 def sft_batch(rows: Sequence[Row], tokenizer: Tokenizer, length: int) -> TrainBatch:

@@ -10,15 +10,15 @@ import numpy as np
 import optax
 from jaxtyping import Float32, Int64
 
+from trace_jax.errors import UserError
 from trace_jax.metrics.weighted import Stats, combine
-from trace_jax.rollout.micro_batches import MicroBatch, length_buckets, plan_micro_batches
 from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
+from trace_jax.rollout.micro_batches import MicroBatch, length_buckets, plan_micro_batches
 from trace_jax.rollout.trajectories import Trajectories, token_rows
 from trace_jax.train.batches import make_batch
 from trace_jax.train.objective import ObjectiveSpec, objective_and_gradient, without_guidance
 from trace_jax.train.state import TrainState, add_gradients, apply_gradients
-
 
 LENGTH_MULTIPLE = 8
 """Padded lengths are multiples of this."""
@@ -91,10 +91,13 @@ def measure(
 
     Raises:
       ValueError: no sequence was chosen.
+      UserError: routes are to be replayed, and not one token has a route.
     """
     chosen = np.arange(trajectories.num_sequences) if sequences is None else sequences
     if not chosen.size:
         raise ValueError("no sequences to measure")
+    if settings.replay:
+        _require_routes(trajectories, chosen)
     total = jnp.float32(max(1, int(trajectories.sampled_lengths()[chosen].sum())))
     gradient, parts = None, []
     logp = np.zeros(trajectories.num_tokens, np.float32)
@@ -125,6 +128,16 @@ def update_policy(state: TrainState, measurement: Measurement, settings: UpdateS
     """Takes one optimizer step along a measured gradient."""
     params, opt_state, norm = apply_gradients(state.params, state.opt_state, measurement.gradient, optimizer=settings.optimizer)
     return UpdateResult(TrainState(params, opt_state, state.multipliers), measurement.stats, float(norm))
+
+
+def _require_routes(trajectories: Trajectories, chosen: Int64[np.ndarray, " S"]) -> None:
+    """Replay of nothing would look like training with replay, so it is refused."""
+    rows = token_rows(trajectories.offsets[:-1][chosen], trajectories.lengths()[chosen])
+    if trajectories.routes is None or not trajectories.routes.routes_valid[rows].any():
+        raise UserError(
+            "algorithm.routing_replay is true, but the rollout recorded no expert route; "
+            "use an engine that returns routes, or write algorithm.routing_replay: false"
+        )
 
 
 def _is_mismatch(name: str) -> bool:

@@ -81,7 +81,9 @@ class Qwen3MoeConfig:
             kind = kinds[str(known[name].type)]
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise UserError(f"model.config.{name} is {value!r}; it must be of type {known[name].type}")
-        return cls(**{n: float(v) if known[n].type == "float" else v for n, v in values.items()})
+        floats = {name for name, field in known.items() if field.type == "float"}
+        converted: dict[str, Any] = {name: float(value) if name in floats else value for name, value in values.items()}
+        return cls(**converted)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as a plain mapping; `from_dict` inverts it."""

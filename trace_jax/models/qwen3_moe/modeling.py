@@ -99,6 +99,7 @@ class Qwen3Moe(nnx.Module):
 
 MODULE = Qwen3Moe
 
+
 def forward(model: Qwen3Moe, config: Qwen3MoeConfig, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
     """Runs the decoder.
 
@@ -268,5 +269,3 @@ def _round(
 def _linear(rngs: nnx.Rngs, *shape: int, gain: float = 1.0) -> nnx.Param:
     deviation = gain * shape[-1] ** -0.5
     return nnx.Param(deviation * jax.random.normal(rngs.params(), shape, jnp.float32))
-
-

@@ -105,7 +105,14 @@ class Fed:
 
 @functools.partial(jax.jit, static_argnames=("spec", "slots"))
 def prefill(
-    params: Params, multipliers: Multipliers, tokens: Int[Array, "B P"], lengths: Int[Array, " B"], sampling: Sampling, *, spec: DecodeSpec, slots: int
+    params: Params,
+    multipliers: Multipliers,
+    tokens: Int[Array, "B P"],
+    lengths: Int[Array, " B"],
+    sampling: Sampling,
+    *,
+    spec: DecodeSpec,
+    slots: int,
 ) -> tuple[KVCache, RowState, Drawn, Fed]:
     """Runs the prompts and draws the first token of each row.
 

@@ -19,12 +19,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int32
 
 from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
 from trace_jax.quantization.plan import BLOCK_FORMATS, RECORDED_SITES, QuantPlan
 from trace_jax.rollout.embedded.assemble import WaveRecords, assemble
-from trace_jax.rollout.embedded.decode import CaptureSpec, DecodeSpec, Sampling, decode, prefill
+from trace_jax.rollout.embedded.decode import CaptureSpec, DecodeSpec, Drawn, Sampling, decode, prefill
 from trace_jax.rollout.engine import Capabilities, Health, PauseMode, Request
 from trace_jax.rollout.trajectories import FinishReason, Trajectories
 from trace_jax.rollout.weight_sync import decode_updates, expected_tensors
@@ -222,7 +223,7 @@ def _available(capture: CaptureSpec, plan: QuantPlan) -> CaptureSpec:
     return CaptureSpec(capture.kind, sites, capture.layers)
 
 
-def _pad_requests(requests: Sequence[Request], max_batch: int) -> tuple[np.ndarray, np.ndarray, Sampling, int]:
+def _pad_requests(requests: Sequence[Request], max_batch: int) -> tuple[Int32[Array, "B P"], Int32[Array, " B"], Sampling, int]:
     rows = max(len(requests), min(max_batch, 1 << (len(requests) - 1).bit_length()))
     longest = max(request.tokens.size for request in requests)
     width = -(-longest // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
@@ -246,13 +247,13 @@ def _pad_requests(requests: Sequence[Request], max_batch: int) -> tuple[np.ndarr
     return jnp.asarray(tokens), jnp.asarray(lengths), sampling, int(new.max())
 
 
-def _columns(drawn):
+def _columns(drawn: Drawn) -> Drawn:
     return jax.tree.map(lambda x: x[:, None], drawn)
 
 
 def _join(parts: Sequence[dict[str, np.ndarray | None]]) -> dict[str, np.ndarray | None]:
-    joined = {}
+    joined: dict[str, np.ndarray | None] = {}
     for name in parts[0]:
-        arrays = [part[name] for part in parts]
-        joined[name] = None if arrays[0] is None else np.concatenate(arrays, axis=2)  # pyright: ignore
+        arrays = [array for part in parts if (array := part[name]) is not None]
+        joined[name] = np.concatenate(arrays, axis=2) if arrays else None
     return joined

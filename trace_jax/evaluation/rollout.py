@@ -1,0 +1,96 @@
+"""`trace-jax rollout`: answers without training, as JSON Lines and as a guidance cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trace_jax.config import load
+from trace_jax.errors import UserError
+from trace_jax.evaluation.open_policy import OpenPolicy, open_policy
+from trace_jax.evaluation.pass_rate import FIRST_SAMPLE
+from trace_jax.guidance.cache import GuidanceCache
+from trace_jax.rollout.engine import generate
+from trace_jax.rollout.prompts import make_requests, score
+from trace_jax.rollout.storage import json_rows, write_jsonl
+from trace_jax.train.setup import initial_policy, sync_weights
+
+
+def generate_rollouts(
+    source: Path,
+    overrides: Sequence[str] = (),
+    *,
+    out: Path,
+    save_cache: Path | None = None,
+    split: str | None = None,
+    max_prompts: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Generates `rollout.group_size` scored answers per prompt.
+
+    Args:
+      source: YAML config (its policy is `model.source` or random), run directory or checkpoint.
+      out: JSON Lines file; must not exist.
+      save_cache: folder for the trajectories with their guidance record and full-code audit; must not exist or be empty.
+
+    Raises:
+      UserError: an output exists, or the source cannot be read.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists; choose another --out, nothing is overwritten")
+    if save_cache is not None and save_cache.exists() and any(save_cache.iterdir()):
+        raise UserError(f"{save_cache} is not empty; choose another --save-cache")
+    opened = _open(source, overrides)
+    config = opened.config
+    split = split or config.eval.split
+    try:
+        setup = opened.setup(config)
+        rows = opened.task.rows(split)[: max_prompts or config.eval.max_prompts]
+        requests = make_requests(
+            rows,
+            setup.tokenizer,
+            setup.sampling,
+            group_size=config.rollout.group_size,
+            first_sample=FIRST_SAMPLE,
+            seed=seed,
+            audited=len(rows) * config.rollout.group_size if save_cache is not None else 0,
+        )
+        engine = setup.engine()
+        sync_weights(engine, setup, opened.params, opened.multipliers, 0)
+        trajectories = generate(engine, requests)
+        engine.close()
+        scored = score(trajectories, [row for row in rows for _ in range(config.rollout.group_size)], opened.task, setup.tokenizer)
+    finally:
+        opened.task.close()
+    write_jsonl(out, json_rows(scored.trajectories, setup.tokenizer))
+    verified = ~np.isnan(scored.reward)
+    result: dict[str, Any] = {
+        "out": str(out),
+        "split": split,
+        "sequences": trajectories.num_sequences,
+        "tokens": trajectories.num_tokens,
+        "reward_mean": float(scored.reward[verified].mean()) if verified.any() else float("nan"),
+        "pass_rate": float(scored.correct[verified].mean()) if verified.any() else float("nan"),
+        "verifier_errors": scored.verifier_errors,
+    }
+    if save_cache is not None:
+        cache = GuidanceCache.open(save_cache)
+        cache.put(scored.trajectories)
+        result |= {"cache": str(save_cache), "cache_bytes": cache.stats().bytes}
+    return result
+
+
+def print_rollouts(result: dict[str, Any]) -> None:
+    """A line per figure on stdout."""
+    for name, value in result.items():
+        print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+
+
+def _open(source: Path, overrides: Sequence[str]) -> OpenPolicy:
+    if source.suffix not in (".yaml", ".yml"):
+        return open_policy(source, overrides)
+    setup, params, multipliers = initial_policy(load(source, overrides))
+    return OpenPolicy(setup.config, setup.policy, params, multipliers, setup.task)

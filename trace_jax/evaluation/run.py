@@ -1,0 +1,93 @@
+"""`trace-jax eval`: the pass rate of a policy at a rollout precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from trace_jax.evaluation.open_policy import OpenPolicy, open_policy, precision_config
+from trace_jax.evaluation.pass_rate import PassRate, measure_pass_rate
+from trace_jax.train.setup import sync_weights
+
+
+def evaluate_policy(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    task: str | None = None,
+    precision: str | None = None,
+    samples: int | None = None,
+    split: str | None = None,
+    max_prompts: int | None = None,
+    greedy: bool = False,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Measures a policy on a split of its task; None takes the stored setting.
+
+    Returns:
+      The fields of `PassRate`, and `policy`, `task`, `split`, `precision`, `greedy`, `temperature`.
+    """
+    opened = open_policy(path, overrides, task)
+    try:
+        config = opened.config
+        split = split or config.eval.split
+        result = pass_rate_at(
+            opened,
+            precision,
+            split=split,
+            samples=samples or config.eval.samples,
+            max_prompts=max_prompts or config.eval.max_prompts,
+            greedy=greedy or config.eval.greedy,
+            seed=seed,
+        )
+    finally:
+        opened.task.close()
+    rollout = config.rollout
+    own = f"weights {rollout.weights}, activations {rollout.activations}, k {rollout.kv_cache.k}, v {rollout.kv_cache.v}"
+    return asdict(result) | {
+        "policy": str(path),
+        "task": config.task.name,
+        "split": split,
+        "precision": precision or own,
+        "temperature": 0.0 if greedy else rollout.temperature,
+        "seed": seed,
+    }
+
+
+def pass_rate_at(
+    opened: OpenPolicy, precision: str | None, *, split: str, samples: int, max_prompts: int | None, greedy: bool = False, seed: int = 0
+) -> PassRate:
+    """The pass rate of an opened policy at a precision (None: the config's own), in a fresh engine."""
+    config = opened.config if precision is None else precision_config(opened.config, precision, "naive")
+    setup = opened.setup(config)
+    engine = setup.engine()
+    sync_weights(engine, setup, opened.params, opened.multipliers, 0)
+    sampling = replace(setup.sampling, temperature=0.0) if greedy else setup.sampling
+    try:
+        return measure_pass_rate(
+            engine, setup.task, setup.tokenizer, sampling, split=split, samples=samples, max_prompts=max_prompts, seed=seed
+        )
+    finally:
+        engine.close()
+
+
+def print_pass_rate(result: dict[str, Any]) -> None:
+    """One table on stdout."""
+    from rich.table import Table
+
+    from trace_jax.cli.common import result_console
+
+    table = Table(title=f"{result['policy']} on {result['task']} ({result['split']})", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    name = "pass@1" if result["samples"] == 1 else f"avg@{result['samples']}"
+    table.add_row("precision", str(result["precision"]))
+    table.add_row(name, f"{result['pass_at_1']:.3f}  [{result['low']:.3f}, {result['high']:.3f}]")
+    table.add_row("mean reward", f"{result['reward_mean']:.3f}")
+    table.add_row("prompts x samples", f"{result['prompts']} x {result['samples']}")
+    table.add_row("mean answer length", f"{result['response_length_mean']:.1f} tokens")
+    table.add_row("cut at the limit", f"{result['truncated_fraction']:.1%}")
+    table.add_row("verifier errors", str(result["verifier_errors"]))
+    result_console().print(table)
