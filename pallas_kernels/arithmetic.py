@@ -111,6 +111,15 @@ def encode_terms(code: Int[Array, "*s"], gain: Float[Array, "*g"] | None) -> tup
     return gain, jnp.where(code == E8M0_NAN, jnp.nan, step)
 
 
+def encode_block(
+    amax_bits: Int[Array, "*s"], multiplier: Float[Array, "*m"] | None
+) -> tuple[Int[Array, "*s"], Float[Array, "*g"], Float[Array, "*s"]]:
+    """(scale byte, gain, step) of blocks with the given magnitude under their decode multiplier; None for E8M0."""
+    gain = None if multiplier is None else encode_gain(multiplier)
+    scales = scale_code(amax_bits, gain)
+    return scales, *encode_terms(scales, gain)
+
+
 def decode_terms(code: Int[Array, "*s"], multiplier: Float[Array, "*g"] | None) -> tuple[Float[Array, "*s"], Float[Array, "*s"] | None]:
     """(factor, pre) of a block: the magnitude v decodes to (v * pre) * factor; pre None stands for one.
 

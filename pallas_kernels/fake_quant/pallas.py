@@ -6,19 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.arithmetic import (
-    bits_float,
-    decode_terms,
-    encode_gain,
-    encode_terms,
-    float_bits,
-    magnitude_bits,
-    scale_code,
-    signed_value,
-)
+from pallas_kernels.arithmetic import magnitude_bits
+from pallas_kernels.fake_quant.rule import nearest_values
 from pallas_kernels.formats import BlockFormat
 from pallas_kernels.groups import column, plan
-from pallas_kernels.ladder import nearest_value
 
 
 def _body(*refs, fmt: BlockFormat):
@@ -27,12 +18,7 @@ def _body(*refs, fmt: BlockFormat):
     magnitudes = magnitude_bits(x)
     amax = jnp.max(magnitudes, axis=1)[:, None]
     multiplier = column(multiplier_ref[0]) if fmt.has_multiplier else None
-    gain = None if multiplier is None else encode_gain(multiplier)
-    scales = scale_code(amax, gain)
-    gain, step = encode_terms(scales, gain)
-    value = nearest_value(bits_float(magnitudes) * gain, step, fmt)
-    factor, pre = decode_terms(scales, multiplier)
-    out_ref[...] = signed_value(value, float_bits(x), factor, pre).astype(out_ref.dtype)
+    out_ref[...] = nearest_values(x, magnitudes, amax, multiplier, fmt).astype(out_ref.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "interpret"))

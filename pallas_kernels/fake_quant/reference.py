@@ -6,19 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.arithmetic import (
-    bits_float,
-    decode_terms,
-    encode_gain,
-    encode_terms,
-    float_bits,
-    magnitude_bits,
-    scale_code,
-    signed_value,
-)
+from pallas_kernels.arithmetic import magnitude_bits
 from pallas_kernels.blocks import join_blocks, per_block, split_blocks
+from pallas_kernels.fake_quant.rule import nearest_values
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.ladder import nearest_value
 
 
 @functools.partial(jax.jit, static_argnames="fmt")
@@ -27,10 +18,4 @@ def fake_quant(x: Float[Array, "*rows d"], multiplier: Float[Array, "*m"] | None
     blocks = split_blocks(x, fmt)
     magnitudes = magnitude_bits(blocks)
     amax = jnp.max(magnitudes, axis=-1, keepdims=True)
-    multiplier = per_block(multiplier)
-    gain = None if multiplier is None else encode_gain(multiplier)
-    scales = scale_code(amax, gain)
-    gain, step = encode_terms(scales, gain)
-    value = nearest_value(bits_float(magnitudes) * gain, step, fmt)
-    factor, pre = decode_terms(scales, multiplier)
-    return join_blocks(signed_value(value, float_bits(blocks), factor, pre), x.shape[-1]).astype(x.dtype)
+    return join_blocks(nearest_values(blocks, magnitudes, amax, per_block(multiplier), fmt), x.shape[-1]).astype(x.dtype)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels.arithmetic import bits_float, encode_gain, encode_terms, float_bits, magnitude_bits, scale_code
+from pallas_kernels.arithmetic import bits_float, encode_block, float_bits, magnitude_bits
 from pallas_kernels.formats import BlockFormat
 from pallas_kernels.groups import column, plan
 from pallas_kernels.ladder import nearest_index
@@ -18,9 +18,7 @@ def _body(*refs, fmt: BlockFormat):
     x = x_ref[...].astype(jnp.float32)
     magnitudes = magnitude_bits(x)
     amax = jnp.max(magnitudes, axis=1)[:, None]
-    gain = encode_gain(column(multiplier_ref[0])) if fmt.has_multiplier else None
-    scales = scale_code(amax, gain)
-    gain, step = encode_terms(scales, gain)
+    scales, gain, step = encode_block(amax, column(multiplier_ref[0]) if fmt.has_multiplier else None)
     index = nearest_index(bits_float(magnitudes) * gain, step, fmt)
     codes = jnp.where((index > 0) & (float_bits(x) < 0), index + 8, index)
     codes_ref[...] = join_nibbles(codes).astype(jnp.uint8)

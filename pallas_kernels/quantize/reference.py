@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels.arithmetic import bits_float, encode_gain, encode_terms, float_bits, magnitude_bits, scale_code
+from pallas_kernels.arithmetic import bits_float, encode_block, float_bits, magnitude_bits
 from pallas_kernels.blocks import join_blocks, per_block, split_blocks
 from pallas_kernels.formats import BlockFormat
 from pallas_kernels.ladder import nearest_index
@@ -21,10 +21,7 @@ def quantize(
     blocks = split_blocks(x, fmt)
     magnitudes = magnitude_bits(blocks)
     amax = jnp.max(magnitudes, axis=-1, keepdims=True)
-    multiplier = per_block(multiplier)
-    gain = None if multiplier is None else encode_gain(multiplier)
-    scales = scale_code(amax, gain)
-    gain, step = encode_terms(scales, gain)
+    scales, gain, step = encode_block(amax, per_block(multiplier))
     index = nearest_index(bits_float(magnitudes) * gain, step, fmt)
     # Code 8 would be -0: the sign goes only onto a code above zero.
     codes = jnp.where((index > 0) & (float_bits(blocks) < 0), index + 8, index)

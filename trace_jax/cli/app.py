@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from trace_jax import __version__
-from trace_jax.cli.common import exit_code_of
+from trace_jax.cli.common import exit_code_of, quiet_dependencies
 
 COMMANDS = {
     "train": "trace_jax.cli.train:train",
@@ -98,4 +98,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit code.
     """
+    quiet_dependencies()
     return run(lambda: get_command(app)(args=None if arguments is None else list(arguments), prog_name="trace-jax", standalone_mode=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import sys
@@ -68,6 +69,11 @@ def _full_disk(error: BaseException | None) -> OSError | None:
             return error
         error = error.__cause__ or error.__context__
     return None
+
+
+def quiet_dependencies() -> None:
+    """Keeps notices of libraries (Orbax and others log through absl) off the screen; their errors stay."""
+    logging.getLogger("absl").setLevel(logging.ERROR)
 
 
 def stderr_console() -> Console:

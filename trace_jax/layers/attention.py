@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
+"""Score of a key that a query may not look at; finite, so that a row without any key gives finite numbers."""
 
 
 def attend(
@@ -17,8 +21,11 @@ def attend(
     Args:
       mask: true where a query may look at a key. A row without any true entry (padding) yields finite numbers of no meaning.
     """
-    with jax.numpy_dtype_promotion("standard"):  # jax's own code mixes bfloat16 with float32 and must run under strict promotion too
-        return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], implementation="xla")
+    batch, tokens, heads, head_dim = query.shape
+    grouped = query.reshape(batch, tokens, key.shape[2], -1, head_dim)
+    scores = jnp.einsum("BTKGh,BSKh->BKGTS", grouped, key, preferred_element_type=jnp.float32) * head_dim**-0.5
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, HIDDEN), axis=-1).astype(key.dtype)
+    return jnp.einsum("BKGTS,BSKh->BTKGh", weights, value).reshape(batch, tokens, heads, head_dim).astype(query.dtype)
 
 
 def causal_mask(positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax.errors import UserError
 from trace_jax.layers.attention import causal_mask
@@ -34,10 +34,12 @@ def calibrate(policy: Policy, params: Params, sequences: Sequence[Sequence[int]]
       headroom: factor on the largest magnitude seen, at least 1.
 
     Raises:
-      UserError: there is no sequence, or a magnitude is not finite (weights with NaN or infinities).
+      UserError: there is no token, or a weight or a magnitude is not finite.
     """
+    sequences = [tokens for tokens in sequences if len(tokens)]
     if not sequences:
         raise UserError("calibration has no prompts; raise calibration.prompts or give the task more rows")
+    _refuse_damaged(params)
     amax: dict[str, np.ndarray] = {}
     for batch in _equal_length_batches(sequences):
         for site, value in jax.device_get(_amax(params, jnp.asarray(batch), policy=policy)).items():
@@ -49,6 +51,21 @@ def calibrate(policy: Policy, params: Params, sequences: Sequence[Sequence[int]]
                 f"layer {layer} produces values that are not finite at {site}; the checkpoint's weights are damaged (NaN or Inf)"
             )
     return static_multipliers({site: jnp.asarray(value, jnp.float32) for site, value in amax.items()}, headroom)
+
+
+def _refuse_damaged(params: Params) -> None:
+    """Looks at every weight: a damaged head or last projection passes no site, so the forward alone would not show it."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    finite = jax.device_get(_all_finite([leaf for _, leaf in leaves]))
+    for (path, _), good in zip(leaves, finite, strict=True):
+        if not good:
+            name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+            raise UserError(f"the weight {name} holds values that are not finite (NaN or Inf); start from an undamaged checkpoint")
+
+
+@jax.jit
+def _all_finite(leaves: list[Array]) -> list[Bool[Array, ""]]:
+    return [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
 
 
 def _equal_length_batches(sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:

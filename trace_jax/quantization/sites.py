@@ -132,7 +132,8 @@ def parity_agreement(
     Returns:
       Sum and count over the elements that have a record (float32 scalars).
     """
-    own = guided_fake_quant(x, replace(guide, kind="scales", data=None), block_format(plan.format), multiplier)
+    fmt = block_format(plan.format)
+    own = guided_fake_quant(x, replace(guide, kind="scales", data=None), fmt, multiplier if fmt.has_multiplier else None)
     valid = jnp.broadcast_to(guide.valid[..., None], x.shape)
     return jnp.sum((own == rounded) & valid, dtype=jnp.float32), jnp.sum(valid, dtype=jnp.float32)
 

@@ -4,11 +4,13 @@ Source: truncated importance sampling (TIS), Yao, Liu et al. 2025 (FlashRL), at 
 with an upper cap of 5. The policy ratio pi_theta / pi_old of the clipped loss is separate and not part of the weight.
 """
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
+
+CorrectionKind: TypeAlias = Literal["none", "tis"]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before exp (as in verl and tunix): exp(20) = 4.9e8 keeps sums of ratios finite in float32."""
@@ -19,7 +21,7 @@ def rollout_weights(
     logp_rollout: Float32[Array, "B T"],
     mask: Bool[Array, "B T"],
     *,
-    kind: Literal["none", "tis"] = "tis",
+    kind: CorrectionKind = "tis",
     cap: float = 5.0,
 ) -> Float32[Array, "B T"]:
     """w = min(exp(logp_old - logp_rollout), cap) per token, without a gradient.

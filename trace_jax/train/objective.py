@@ -25,7 +25,7 @@ from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.plan import QuantPlan
-from trace_jax.rl.corrections import rollout_weights
+from trace_jax.rl.corrections import CorrectionKind, rollout_weights
 from trace_jax.rl.diagnostics import entropy_stats, mismatch_stats
 from trace_jax.rl.losses import ppo_clip_loss_sum
 from trace_jax.train.batches import TrainBatch
@@ -39,7 +39,7 @@ class ObjectiveSpec:
     plan: QuantPlan
     clip_low: float = 0.2
     clip_high: float = 0.28
-    correction: str = "tis"
+    correction: CorrectionKind = "tis"
     cap: float = 5.0
 
 
@@ -75,7 +75,7 @@ def objective_and_gradient(
         logp, entropy, output = batch_logprobs(params, multipliers, batch, spec)
         fixed = jax.lax.stop_gradient(logp)
         logp_old = fixed if batch.logp_old is None else batch.logp_old
-        weights = rollout_weights(logp_old, batch.logp_rollout, batch.sampled, kind=spec.correction, cap=spec.cap)  # pyright: ignore
+        weights = rollout_weights(logp_old, batch.logp_rollout, batch.sampled, kind=spec.correction, cap=spec.cap)
         loss_sum, stats = ppo_clip_loss_sum(
             logp, logp_old, batch.advantages, batch.sampled, weights, clip_low=spec.clip_low, clip_high=spec.clip_high
         )

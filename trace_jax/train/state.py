@@ -45,8 +45,9 @@ def apply_gradients(
     Returns:
       New parameters, new optimizer state, and the global norm of the gradient before clipping.
     """
-    norm = optax.global_norm(gradient)
-    updates, new_state = optimizer.update(gradient, opt_state, params)
+    norm = optax.tree.norm(gradient)
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer step count with floats
+        updates, new_state = optimizer.update(gradient, opt_state, params)
     new_params = optax.apply_updates(params, updates)
     finite = jnp.isfinite(norm)
 

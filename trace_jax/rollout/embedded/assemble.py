@@ -99,7 +99,7 @@ def assemble(
         finish_reason=_finish_reasons(requests, wave, answer),
         reward=np.full(rows, np.nan, np.float32),
         routes=Routes(routed, fed, layers),
-        guidance=None if full is None or kept.kind == "none" else _compact(full, kept),
+        guidance=None if full is None else _compact(full, kept),
     )
     return trajectories if full is None else trajectories.replace(audit=_audit(requests, full, length, row))
 
@@ -121,7 +121,7 @@ def _record(
     fed: np.ndarray,
     version: int,
 ) -> GuidanceRecord | None:
-    if not wave.sites:
+    if not wave.sites or capture.kind == "none":
         return None
 
     def gather(array: np.ndarray | None, blank: float = 0) -> np.ndarray | None:
@@ -141,12 +141,14 @@ def _record(
         scales = gather(arrays["scales"])
         assert scales is not None  # every capture has scales
         sites[name] = SiteRecord(block.name, block.block, sizes[name], layer_ids, gather(arrays["data"]), scales, multiplier)
-    return GuidanceRecord(capture.kind, sites, fed, np.full(row.size, version, np.int32))  # pyright: ignore[reportArgumentType]
+    return GuidanceRecord(capture.kind, sites, fed, np.full(row.size, version, np.int32))
 
 
-def _compact(record: GuidanceRecord, kept: CaptureSpec) -> GuidanceRecord:
+def _compact(record: GuidanceRecord, kept: CaptureSpec) -> GuidanceRecord | None:
+    if kept.kind == "none":
+        return None
     chosen = {name: site for name, site in record.sites.items() if name in kept.sites}
-    return replace(record, sites=chosen).to_compact(kept.kind, kept.layers)  # pyright: ignore[reportArgumentType]
+    return replace(record, sites=chosen).to_compact(kept.kind, kept.layers)
 
 
 def _audit(requests: Sequence[Request], full: GuidanceRecord, length: np.ndarray, row: np.ndarray) -> Audit | None:

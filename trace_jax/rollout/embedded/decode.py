@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels import mantissa_bits
+from trace_jax.guidance.site_record import RecordKind
 from trace_jax.layers.kv_cache import KVCache, init_cache
 from trace_jax.layers.logprobs import logits_of
 from trace_jax.models.inputs import ForwardInputs
@@ -39,7 +40,7 @@ SiteCapture = dict[str, Array | None]
 class CaptureSpec:
     """What to record: `kind` (`none`, `scales`, `mantissa`, `codes`), the sites, and the layers (global ids)."""
 
-    kind: str = "none"
+    kind: RecordKind | Literal["none"] = "none"
     sites: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
 
