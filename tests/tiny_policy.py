@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trace_jax.guidance.site_record import RecordKind
 from trace_jax.models.policy import Policy
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
 from trace_jax.models.registry import Params, init_params
@@ -57,7 +58,7 @@ def policy(compute_dtype: str = "bfloat16") -> Policy:
 def params(seed: int = 0) -> Params:
     """Float32 masters whose output distribution is far from uniform."""
     tree = init_params("qwen3_moe", CONFIG, jax.random.key(seed))
-    tree["lm_head"]["weight"] = tree["lm_head"]["weight"] * 12.0
+    tree["lm_head"]["weight"] = tree["lm_head"]["weight"] * 6.0
     tree["embed"]["weight"] = tree["embed"]["weight"] * 20.0
     return tree
 
@@ -70,7 +71,11 @@ def multipliers(seed: int = 0) -> Multipliers:
 
 
 def engine(
-    plan: QuantPlan, compute_dtype: str = "bfloat16", kind: str = "mantissa", max_batch: int | None = 8, seed: int | None = 0
+    plan: QuantPlan,
+    compute_dtype: str = "bfloat16",
+    kind: RecordKind | Literal["none"] = "mantissa",
+    max_batch: int | None = 8,
+    seed: int | None = 0,
 ) -> EmbeddedEngine:
     """An engine that records every site at every layer, with the weights of `seed` loaded unless it is None."""
     made = EmbeddedEngine(policy(compute_dtype), plan, CaptureSpec(kind, RECORDED_SITES, LAYERS), max_batch)

@@ -15,7 +15,7 @@ ONE = {"nvfp4": 0x38, "mxfp4": 0x7F}
 """Byte of a block scale of 1: E4M3 and E8M0."""
 
 
-def site(codes: np.ndarray, block_format: str = "nvfp4", scale: int | None = None, multiplier=1.0) -> PaddedSite:
+def site(codes: np.ndarray, block_format: str = "nvfp4", scale: int | None = None, multiplier: float | list[float] = 1.0) -> PaddedSite:
     """One layer, one sequence, rows of codes; every block has one scale."""
     rows, size = codes.shape
     block = 16 if block_format == "nvfp4" else 32

@@ -44,7 +44,9 @@ def test_the_end_of_a_sequence_of_odd_length_is_seen():
     loud = jax.tree.map(lambda x: x, params())
     values = loud["groups"][0]["attention"]["v_proj"]
     direction = loud["embed"]["weight"][7]
-    loud["groups"][0]["attention"] = loud["groups"][0]["attention"] | {"v_proj": values.at[:, 0].set(direction / jnp.linalg.norm(direction) * 50)}
+    loud["groups"][0]["attention"] = loud["groups"][0]["attention"] | {
+        "v_proj": values.at[:, 0].set(direction / jnp.linalg.norm(direction) * 50)
+    }
     quiet_tokens = [t for t in range(20, 38)]
     quiet = calibrate(policy(), loud, [quiet_tokens], 1.0)
     ended = calibrate(policy(), loud, [[*quiet_tokens, 7]], 1.0)

@@ -38,10 +38,9 @@ def test_the_multiplier_is_that_of_the_larger_of_gate_and_up_per_expert():
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("shape", [(64, 32), (40, 24), (17, 5), (96, 48)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_exp_20_fake_quant_equals_the_decoded_export(fmt, shape, dtype):
-    weights = ExpertWeights(*(w.astype(dtype).astype(jnp.float32) for w in masters(*shape)))
+@pytest.mark.parametrize("shape", [(64, 32), (17, 5)])
+def test_exp_20_fake_quant_equals_the_decoded_export(fmt, shape):
+    weights = masters(*shape)
     trained = fake_quant_experts(weights, fmt)
     jitted = jax.jit(fake_quant_experts, static_argnums=1)(weights, fmt)
     for name, quantized in quantize_experts(weights, fmt).items():

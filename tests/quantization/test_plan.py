@@ -40,7 +40,12 @@ def test_none_switches_a_site_off_and_bf16_stays_unrounded():
 @pytest.mark.parametrize("amax", [1e-30, 0.02, 1.0, 7.3, 448.0, 3e4])
 def test_multipliers_are_powers_of_two_nudged_for_activations_and_plain_for_the_cache(amax):
     value = jnp.float32(amax)
-    for site, limit, nudge in [("k", 448.0, 1.0), ("v", 448.0, 1.0), ("expert_input", 2688.0, 1 + 2**-17), ("down_input", 2688.0, 1 + 2**-17)]:
+    for site, limit, nudge in [
+        ("k", 448.0, 1.0),
+        ("v", 448.0, 1.0),
+        ("expert_input", 2688.0, 1 + 2**-17),
+        ("down_input", 2688.0, 1 + 2**-17),
+    ]:
         plain = float(site_multiplier(site, value)) / nudge
         assert np.frexp(plain)[0] == 0.5, (site, plain)
         assert limit / 2 < float(value) / plain <= limit
@@ -113,4 +118,4 @@ def test_parity_counts_the_values_that_have_a_record(fmt):
 
     assert agreement(own.codes) == [96.0, 96.0]
     total, count = agreement(own.codes ^ 1)
-    assert count == 96.0 and 40 <= total <= 60  # the low nibbles were moved
+    assert count == 96.0 and 48 <= total < 86  # every second code was moved, and some of those to the other neighbour

@@ -25,7 +25,7 @@ def params(values):
 )
 def test_warmup_reaches_the_rate_at_its_last_update(warmup, expected):
     schedule = learning_rate_schedule(OptimizerConfig(learning_rate=8e-3, warmup_steps=warmup))
-    np.testing.assert_allclose([float(schedule(step)) for step in range(6)], np.asarray(expected) * 1e-3, rtol=1e-6)
+    np.testing.assert_allclose([np.asarray(schedule(step)) for step in range(6)], np.asarray(expected) * 1e-3, rtol=1e-6)
 
 
 def test_updates_follow_the_warmup():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax.layers.kv_cache import KVCache
@@ -40,8 +41,8 @@ class ForwardOptions:
 class SiteValues(NamedTuple):
     """A site's values before and after rounding."""
 
-    before: Array
-    after: Array
+    before: Array | np.ndarray
+    after: Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass

@@ -23,6 +23,7 @@ from jaxtyping import Array, Int32
 
 from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
+from trace_jax.models.registry import Params
 from trace_jax.quantization.plan import BLOCK_FORMATS, RECORDED_SITES, QuantPlan
 from trace_jax.rollout.embedded.assemble import WaveRecords, assemble
 from trace_jax.rollout.embedded.decode import CaptureSpec, DecodeSpec, Drawn, Sampling, decode, prefill
@@ -55,17 +56,22 @@ class EmbeddedEngine:
         self._paused = False
         self._closed = False
         self._version = -1
-        self._params: dict | None = None
+        self._params: Params | None = None
         self._multipliers: dict[str, jax.Array] = {}
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests.
 
         Raises:
-          UserError: a prompt and its answer do not fit the model's context.
+          UserError: a prompt and its answer do not fit the model's context, or a prompt holds a token the model does not have.
         """
-        context = self._policy.config.max_position
+        context, vocabulary = self._policy.config.max_position, self._policy.config.vocab_size
         for request in requests:
+            if request.tokens.min() < 0 or request.tokens.max() >= vocabulary:
+                raise UserError(
+                    f"prompt {request.prompt_id} holds token ids outside 0..{vocabulary - 1}; "
+                    "use the tokenizer that belongs to the model, or a model.config.vocab_size that covers it"
+                )
             if request.tokens.size + request.max_new_tokens > context:
                 raise UserError(
                     f"prompt {request.prompt_id} has {request.tokens.size} tokens; with max_new_tokens={request.max_new_tokens} "
@@ -81,7 +87,7 @@ class EmbeddedEngine:
             if self._params is None:
                 raise RuntimeError("the engine has no weights yet: call update_weights first")
             wave = [self._queue.popleft() for _ in range(min(self._max_batch or len(self._queue), len(self._queue)))]
-            parts.append(self._run(wave))
+            parts.append(self._run(wave, self._params))
         if len(parts) == 2:
             return Trajectories.concat(parts)
         return parts[0] if parts else Trajectories.empty()
@@ -148,9 +154,11 @@ class EmbeddedEngine:
         """Drops weights and requests."""
         self._closed = True
         self._params = None
+        self._multipliers = {}
         self._queue.clear()
+        self._aborted = []
 
-    def _run(self, requests: list[Request]) -> Trajectories:
+    def _run(self, requests: list[Request], params: Params) -> Trajectories:
         audited = any(request.audit for request in requests)
         capture = self._capture
         if audited:
@@ -164,13 +172,13 @@ class EmbeddedEngine:
         chunk = min(DECODE_CHUNK, max(1, most_new - 1))
         chunks = -(-(most_new - 1) // chunk)
         cache, state, drawn, fed = prefill(
-            self._params, self._multipliers, tokens, lengths, sampling, spec=spec, slots=width + 1 + chunks * chunk
+            params, self._multipliers, tokens, lengths, sampling, spec=spec, slots=width + 1 + chunks * chunk
         )
         draws, feeds = [_columns(drawn)], [fed]
         for _ in range(chunks):
             if bool(jnp.all(state.done)):
                 break
-            cache, state, drawn, fed = decode(self._params, self._multipliers, cache, state, sampling, spec=spec, steps=chunk)
+            cache, state, drawn, fed = decode(params, self._multipliers, cache, state, sampling, spec=spec, steps=chunk)
             draws.append(drawn)
             feeds.append(fed)
         draws, feeds = jax.device_get((draws, feeds))

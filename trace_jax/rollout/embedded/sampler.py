@@ -32,7 +32,8 @@ def sample(
     greedy = temperature <= 0
     logp = jax.nn.log_softmax(logits / jnp.where(greedy, 1.0, temperature)[:, None], axis=-1)
     if truncated:
-        logp = jax.nn.log_softmax(jnp.where(_kept(logp, top_p, top_k), logp, -jnp.inf), axis=-1)
+        shortened = ((top_p < 1) | (top_k > 0))[:, None]  # other rows keep their bits, whatever their neighbours ask for
+        logp = jnp.where(shortened, jax.nn.log_softmax(jnp.where(_kept(logp, top_p, top_k), logp, -jnp.inf), axis=-1), logp)
     drawn = jax.vmap(jax.random.categorical)(keys, logp)
     token = jnp.where(greedy, jnp.argmax(logp, axis=-1), drawn).astype(jnp.int32)
     return token, jnp.take_along_axis(logp, token[:, None], axis=-1)[:, 0]

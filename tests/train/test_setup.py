@@ -1,0 +1,109 @@
+"""Where a policy comes from, and what is refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trace_jax.config.schema import OptimizerConfig
+from trace_jax.errors import UserError
+from trace_jax.models.hf import save_hf_directory
+from trace_jax.train.checkpoint import Checkpoints, Progress, load_policy
+from trace_jax.train.optimizer import make_optimizer
+from trace_jax.train.setup import build_setup, calibrated, initial_policy
+from trace_jax.train.state import TrainState
+
+
+@pytest.fixture(scope="module")
+def loaded(cold_start):
+    return load_policy(cold_start.directory)
+
+
+@pytest.fixture(scope="module")
+def hf_directory(tmp_path_factory, loaded):
+    directory = tmp_path_factory.mktemp("hf") / "model"
+    save_hf_directory(directory, loaded.policy.family, loaded.policy.config, loaded.params, dtype="float32")
+    return directory
+
+
+def save_policy(directory, loaded, params):
+    optimizer = make_optimizer(OptimizerConfig())
+    checkpoints = Checkpoints(directory / "checkpoints")
+    state = TrainState(params, optimizer.init(params), loaded.multipliers)
+    checkpoints.save(state, Progress(step=3), loaded.policy, loaded.tokenizer, {})
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("kind", ["run", "checkpoints", "step"])
+def test_a_run_a_folder_of_checkpoints_or_one_step(make_config, cold_start, loaded, kind):
+    source = cold_start.directory / {"run": "", "checkpoints": "checkpoints", "step": "checkpoints/60"}[kind]
+    setup, params, multipliers = initial_policy(make_config(f"model.source={source}"))
+    jax.tree.map(np.testing.assert_array_equal, params, loaded.params)
+    jax.tree.map(np.testing.assert_array_equal, multipliers, loaded.multipliers)
+    assert setup.policy.config == loaded.policy.config
+
+
+def test_a_hugging_face_directory(make_config, hf_directory, loaded):
+    setup, params, multipliers = initial_policy(make_config(f"model.source={hf_directory}"))
+    jax.tree.map(np.testing.assert_array_equal, params, loaded.params)
+    assert multipliers == {} and setup.policy.config == loaded.policy.config
+
+
+def test_random_weights_follow_the_seed(make_config):
+    first, again, other = (jax.tree.leaves(initial_policy(make_config(f"seed={seed}"))[1]) for seed in (1, 1, 2))
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_a_config_that_contradicts_its_source(make_config, cold_start):
+    with pytest.raises(UserError, match=r"model\.config\.hidden_size is 64, but the loaded policy has 32"):
+        initial_policy(make_config(f"model.source={cold_start.directory}", "model.config.hidden_size=64"))
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer(make_config):
+    with pytest.raises(UserError, match=r"model\.config\.vocab_size=100 is smaller than the 131 tokens of tokenizer 'ascii'"):
+        build_setup(make_config("model.config.vocab_size=100"))
+
+
+def test_a_source_without_a_checkpoint(make_config, tmp_path):
+    with pytest.raises(UserError, match="no such file or directory"):
+        initial_policy(make_config(f"model.source={tmp_path}/absent"))
+    with pytest.raises(UserError, match="neither a run directory"):
+        initial_policy(make_config(f"model.source={tmp_path}"))
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        initial_policy(make_config(f"model.source={tmp_path}"))
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_step_that_does_not_exist(make_config, cold_start):
+    with pytest.raises(UserError, match="checkpoints/61"):
+        initial_policy(make_config(f"model.source={cold_start.directory}/checkpoints/61"))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_named(make_config, loaded, tmp_path, bad):
+    params = loaded.params | {"final_norm": loaded.params["final_norm"].at[3].set(bad)}
+    save_policy(tmp_path, loaded, params)
+    with pytest.raises(UserError, match="final_norm"):
+        initial_policy(make_config(f"model.source={tmp_path}"))
+
+
+def test_calibration_is_positive_and_follows_the_headroom(make_config, cold_start):
+    setup, params, _ = initial_policy(make_config(f"model.source={cold_start.directory}"))
+    found = calibrated(setup, params)
+    wider, _, _ = initial_policy(make_config(f"model.source={cold_start.directory}", "calibration.headroom=6.0"))
+    for site, values in calibrated(wider, params).items():
+        assert values.shape == (2,) and values.dtype == jnp.float32
+        np.testing.assert_allclose(np.log2(values / found[site]), 2.0, atol=0.1)  # from 1.5 to 6
+
+
+def test_longest_sequence_ignores_empty_splits(make_config):
+    setup = build_setup(make_config("task.params={min_word_len: 3, max_word_len: 3, size: 3}"))
+    assert 0 in setup.task.sizes.values()
+    longest = max(
+        len(setup.tokenizer.apply_prompt(row.prompt)) for split, size in setup.task.sizes.items() if size for row in setup.task.rows(split)
+    )
+    assert setup.max_sequence_tokens() == longest + 6

@@ -1,0 +1,78 @@
+"""The supervised cold start: what it learns from, when it stops, and that training starts from its checkpoint."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from trace_jax.errors import UserError
+from trace_jax.metrics.jsonl import read_metrics
+from trace_jax.tasks import Row
+from trace_jax.tokenizers import load_tokenizer
+from trace_jax.train.checkpoint import load_policy
+from trace_jax.train.run_sft import run_sft
+from trace_jax.train.sft import padded_length, sft_batch, worked_example
+
+ASCII = load_tokenizer("ascii")
+
+
+def test_the_worked_answer_is_learned_not_the_gold_one():
+    row = Row(0, "2+2?", "4", solution="2 and 2 is 4")
+    ids, prompt = worked_example(row, ASCII)
+    assert ids[:prompt] == ASCII.apply_prompt("2+2?")
+    assert ASCII.decode(ids[prompt:-1]) == "2 and 2 is 4" and ids[-1] == ASCII.eos_id
+    assert ASCII.decode(worked_example(Row(0, "q", "a"), ASCII)[0][-2:-1]) == "a"
+
+
+def test_a_conversation_is_the_prompt():
+    messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
+    ids, prompt = worked_example(Row(0, "ignored", "a", messages=messages), ASCII)
+    assert ids[:prompt] == ASCII.apply_prompt(messages)
+
+
+def test_only_answers_and_the_end_enter_the_loss():
+    batch = sft_batch([Row(0, "q", "abc"), Row(1, "qqq", "")], ASCII, 16)
+    prompt, longer = len(ASCII.apply_prompt("q")), len(ASCII.apply_prompt("qqq"))
+    expected = np.zeros((2, 16), bool)
+    expected[0, prompt : prompt + 4] = True
+    expected[1, longer] = True  # an empty answer is the end alone
+    np.testing.assert_array_equal(batch.sampled, expected)
+    np.testing.assert_array_equal(np.asarray(batch.segment_ids).sum(1), [prompt + 4, longer + 1])
+    assert [padded_length(n) for n in (1, 16, 17)] == [16, 16, 32]
+
+
+def test_the_loss_falls(cold_start):
+    losses = [step["sft/loss"] for step in cold_start.steps]
+    assert len(losses) == 60
+    assert losses[0] == pytest.approx(np.log(131), rel=0.1)
+    assert np.mean(losses[-5:]) < 0.6 * losses[0]
+    assert [index for index, step in enumerate(cold_start.steps, 1) if "sft/pass_at_1" in step] == [20, 40, 60]
+    assert [row["step"] for row in read_metrics(cold_start.directory)] == list(range(1, 61))
+
+
+def test_the_checkpoint_is_complete(cold_start):
+    loaded = load_policy(cold_start.directory)
+    assert loaded.tokenizer == "ascii" and loaded.meta["progress"]["step"] == 60
+    assert sorted(loaded.multipliers) == ["down_input", "expert_input", "k", "v"]
+    assert all(np.all(np.asarray(value) > 0) for value in loaded.multipliers.values())
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(loaded.params))
+
+
+def test_the_stop_rule(make_config, cold_start, tmp_path):
+    """A policy that solves a share already stops at the first look; the split is not the one results are reported on."""
+    source = f"model.source={cold_start.directory}"
+    rates = [step["sft/pass_at_1"] for step in cold_start.steps if "sft/pass_at_1" in step]
+    config = make_config(source, "sft.steps=8", "sft.eval_every=4", "sft.stop_pass_rate=1.0e-9")
+    steps = []
+    metrics = run_sft(config, tmp_path, lambda step, _: steps.append(step))
+    solved = metrics["sft/pass_at_1"] > 0
+    assert steps[-1] == (4 if solved else 8), (rates, metrics)
+    assert config.sft.split_for_stop == "test" != config.eval.split
+
+
+def test_an_empty_split_for_the_stop_rule_is_refused(make_config, tmp_path):
+    """Three questions: a split of them is empty."""
+    config = make_config("task.params={min_word_len: 3, max_word_len: 3, size: 3}", "sft.steps=1", "sft.eval_every=1")
+    with pytest.raises(UserError, match="is empty"):
+        run_sft(config, tmp_path)
