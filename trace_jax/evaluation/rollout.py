@@ -62,10 +62,11 @@ def generate_rollouts(
         sync_weights(engine, setup, opened.params, opened.multipliers, 0)
         trajectories = generate(engine, requests)
         engine.close()
+        if save_cache is not None and trajectories.guidance is None:
+            raise UserError(f"method {config.method} records no guidance to save; add method=trace, or leave --save-cache out")
         scored = score(trajectories, [row for row in rows for _ in range(config.rollout.group_size)], opened.task, setup.tokenizer)
     finally:
         opened.task.close()
-    write_jsonl(out, json_rows(scored.trajectories, setup.tokenizer))
     verified = ~np.isnan(scored.reward)
     result: dict[str, Any] = {
         "out": str(out),
@@ -77,9 +78,10 @@ def generate_rollouts(
         "verifier_errors": scored.verifier_errors,
     }
     if save_cache is not None:
-        cache = GuidanceCache.open(save_cache)
+        cache = GuidanceCache.open(save_cache, config.guidance.cache_budget_mb << 20)
         cache.put(scored.trajectories)
         result |= {"cache": str(save_cache), "cache_bytes": cache.stats().bytes}
+    write_jsonl(out, json_rows(scored.trajectories, setup.tokenizer))
     return result
 
 

@@ -127,13 +127,13 @@ class LoadedPolicy:
     meta: dict[str, Any]
 
 
-def load_policy(path: Path) -> LoadedPolicy:
+def load_policy(path: Path | str) -> LoadedPolicy:
     """Reads the policy of a run directory, a checkpoint directory, or one step of it.
 
     Raises:
       UserError: there is no complete checkpoint at the path.
     """
-    root, step = _locate(path)
+    root, step = _locate(Path(path))
     manager = ocp.CheckpointManager(
         root.absolute(), options=ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
     )
