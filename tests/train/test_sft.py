@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -59,16 +61,19 @@ def test_the_checkpoint_is_complete(cold_start):
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(loaded.params))
 
 
-def test_the_stop_rule(make_config, cold_start, tmp_path):
-    """A policy that solves a share already stops at the first look; the split is not the one results are reported on."""
-    source = f"model.source={cold_start.directory}"
-    rates = [step["sft/pass_at_1"] for step in cold_start.steps if "sft/pass_at_1" in step]
-    config = make_config(source, "sft.steps=8", "sft.eval_every=4", "sft.stop_pass_rate=1.0e-9")
-    steps = []
-    metrics = run_sft(config, tmp_path, lambda step, _: steps.append(step))
-    solved = metrics["sft/pass_at_1"] > 0
-    assert steps[-1] == (4 if solved else 8), (rates, metrics)
+def test_the_stop_rule(make_config, tmp_path):
+    """A task with one answer is solved early; the split looked at is not the one that results are reported on."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"q{number:03d}", "answer": "a"}) + "\n" for number in range(90)))
+    task = "{name: 'jsonl:" + str(rows) + "', reward: exact}"
+    config = make_config(f"task={task}", "sft.steps=200", "sft.stop_pass_rate=0.5")
     assert config.sft.split_for_stop == "test" != config.eval.split
+    directory = tmp_path / "run"
+    directory.mkdir()
+    metrics = run_sft(config, directory)
+    last = read_metrics(directory)[-1]["step"]
+    assert metrics["sft/pass_at_1"] >= 0.5 and last < 200 and last % config.sft.eval_every == 0
+    assert load_policy(directory).meta["progress"]["step"] == last
 
 
 def test_an_empty_split_for_the_stop_rule_is_refused(make_config, tmp_path):

@@ -27,7 +27,10 @@ def reasoning_gym_data(name: str, params: Mapping[str, Any], seed: int) -> Any:
       UserError: package missing, unknown data set or parameter (the nearest name is given), refused value.
     """
     try:
-        from reasoning_gym.factory import DATASETS, create_dataset
+        with warnings.catch_warnings():
+            # A dependency (cellpylib 2.4.0) compares with `is`; Python says so when it compiles the file for the first time.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
         raise UserError(f"task {PREFIX}{name} needs the package reasoning-gym; install it with pip install reasoning-gym") from error
     if name not in DATASETS:

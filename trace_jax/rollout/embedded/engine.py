@@ -232,7 +232,8 @@ def _available(capture: CaptureSpec, plan: QuantPlan) -> CaptureSpec:
 
 
 def _pad_requests(requests: Sequence[Request], max_batch: int) -> tuple[Int32[Array, "B P"], Int32[Array, " B"], Sampling, int]:
-    rows = max(len(requests), min(max_batch, 1 << (len(requests) - 1).bit_length()))
+    # At least two rows: a product with a single row is summed in another order on CPU, and its log-probs differ in the last bits.
+    rows = max(2, len(requests), min(max_batch, 1 << (len(requests) - 1).bit_length()))
     longest = max(request.tokens.size for request in requests)
     width = -(-longest // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
     stops = max(1, max(len(request.stop_token_ids) for request in requests))
