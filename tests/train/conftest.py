@@ -58,7 +58,7 @@ class ColdStart(NamedTuple):
     steps: list[dict[str, Any]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def values() -> dict[str, Any]:
     """The tiny configuration as nested values; a copy."""
     return copy.deepcopy(VALUES)

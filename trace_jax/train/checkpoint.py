@@ -8,6 +8,9 @@ the policy's description and the resolved config of the run.
 from __future__ import annotations
 
 import functools
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,26 +84,44 @@ class Checkpoints:
             "sites": sorted(multipliers),
             "config": config,
         }
-        self._manager.save(
-            progress.step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(params),
-                optimizer=ocp.args.StandardSave(opt_state),
-                # Orbax refuses an empty item; a policy that needs no multipliers stores an empty list of sites instead.
-                multipliers=ocp.args.StandardSave(multipliers or {"none": jnp.zeros(1, jnp.float32)}),
-                meta=ocp.args.JsonSave(meta),
-            ),
-        )
+        with self._full_disk_reported():
+            self._manager.save(
+                progress.step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(params),
+                    optimizer=ocp.args.StandardSave(opt_state),
+                    # Orbax refuses an empty item; a policy that needs no multipliers stores an empty list of sites instead.
+                    multipliers=ocp.args.StandardSave(multipliers or {"none": jnp.zeros(1, jnp.float32)}),
+                    meta=ocp.args.JsonSave(meta),
+                ),
+            )
 
     def wait(self) -> None:
         """Blocks until the save in flight is complete; raises what it raised."""
         if "_manager" in vars(self):
-            self._manager.wait_until_finished()
+            with self._full_disk_reported():
+                self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Finishes and releases the manager."""
         if "_manager" in vars(self):
-            self._manager.close()
+            with self._full_disk_reported():
+                self._manager.close()
+
+    @contextmanager
+    def _full_disk_reported(self) -> Iterator[None]:
+        """Turns a full disk, which Orbax reports as a ValueError of its storage library, into the user's line."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if "No space left" not in str(error) and "Disk quota" not in str(error):
+                raise
+            for partial in self.directory.glob("*.orbax-checkpoint-tmp"):
+                shutil.rmtree(partial, ignore_errors=True)
+            raise UserError(
+                f"{self.directory}: no space left while saving a checkpoint; free some space and go on with --resume "
+                f"(last complete checkpoint: step {self._manager.latest_step()})"
+            ) from error
 
     def restore(self, step: int, optimizer: optax.GradientTransformation) -> tuple[Policy, TrainState, Progress]:
         """Policy, state and counters of a complete checkpoint.
