@@ -213,11 +213,11 @@ def _restore_item(manager: ocp.CheckpointManager, step: int, item: str, shapes: 
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
     try:
         return manager.restore(step, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract)}))[item]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(directory, step, item, error) from error
+    except Exception as error:  # Orbax wraps what its storage raises, a truncated file for instance, in a bare Exception
+        raise _damaged(directory, step, item, error.__cause__ or error) from error
 
 
-def _damaged(directory: Path, step: int, item: str, error: Exception) -> UserError:
+def _damaged(directory: Path, step: int, item: str, error: BaseException) -> UserError:
     reason = " ".join(str(error).split())[:200]
     return UserError(
         f"{directory}/{step}/{item}: the checkpoint cannot be read ({reason}); delete that step to fall back to the one before"

@@ -19,7 +19,7 @@ from trace_jax.rollout.storage import json_rows, write_jsonl
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.rl import Learner, evaluate, make_learner, rl_step
-from trace_jax.train.setup import build_setup, calibrated, initial_policy
+from trace_jax.train.setup import build_setup, calibrated, initial_policy, require_finite
 from trace_jax.train.state import TrainState
 
 Report = Callable[[int, dict[str, Any]], None]
@@ -56,6 +56,8 @@ def run_directory(out: Path | None, name: str, *, resume: bool) -> Path:
       UserError: it holds a run and `resume` is false, or does not and `resume` is true.
     """
     directory = out if out is not None else Path("runs") / name
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is a file; choose a folder for --out")
     started = (directory / "config.yaml").exists()
     if resume and not started:
         raise UserError(f"{directory}: nothing to resume (no config.yaml); leave --resume out to start a run there")
@@ -129,6 +131,7 @@ def _resumed(config: Config, checkpoints: Checkpoints) -> Learner:
     step = checkpoints.latest()
     assert step is not None  # the caller looked
     policy, state, progress = checkpoints.restore(step, make_optimizer(config.optimizer))
+    require_finite(state.params, checkpoints.directory / str(step))
     setup = build_setup(config, (policy.family, policy.config))
     return make_learner(setup, state, progress, setup.engine())
 

@@ -54,11 +54,26 @@ class Setup:
         return EmbeddedEngine(self.policy, self.rollout_plan, self.capture(), self.config.rollout.max_batch)
 
     def max_sequence_tokens(self) -> int:
-        """Longest sequence the run can produce: the longest prompt of any split plus the answer limit."""
-        splits = [split for split, size in self.task.sizes.items() if size]
-        longest = max(len(self.tokenizer.apply_prompt(row.prompt)) for split in splits for row in self.task.rows(split))
-        longest = longest if self.sampling.max_prompt_tokens is None else min(longest, self.sampling.max_prompt_tokens)
-        return min(longest + self.sampling.max_new_tokens, self.policy.config.max_position)
+        """Longest sequence the run can produce: the longest prompt of any split plus the answer limit.
+
+        Raises:
+          UserError: a prompt exceeds `rollout.max_prompt_tokens`, or the context once the answer is added.
+        """
+        rows = [row for split, size in self.task.sizes.items() if size for row in self.task.rows(split)]
+        lengths = [len(self.tokenizer.apply_prompt(row.prompt)) for row in rows]
+        longest, limit = max(lengths), self.sampling.max_prompt_tokens
+        text = " ".join(rows[lengths.index(longest)].question.split())[:60]
+        if limit is not None and longest > limit:
+            raise UserError(
+                f"the prompt {text!r} has {longest} tokens, more than rollout.max_prompt_tokens={limit}; raise it or filter the task's rows"
+            )
+        context = self.policy.config.max_position
+        if longest + self.sampling.max_new_tokens > context:
+            raise UserError(
+                f"the prompt {text!r} has {longest} tokens; with rollout.max_new_tokens={self.sampling.max_new_tokens} that exceeds "
+                f"the context of {context} (model.config.max_position); shorten prompts or answers"
+            )
+        return longest + self.sampling.max_new_tokens
 
 
 def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = None, task: Task | None = None) -> Setup:
