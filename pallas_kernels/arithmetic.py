@@ -134,7 +134,7 @@ def decode_terms(code: Int[Array, "*s"], multiplier: Float[Array, "*g"] | None) 
 
 
 def signed_value(
-    magnitude: Float[Array, "*s"], sign_bits: Int[Array, "*s"], factor: Float[Array, "*s"], pre: Float[Array, "*s"] | None
+    magnitude: Float[Array, "*s"], sign_bits: Int[Array, "*s"], factor: Float[Array, "*b"], pre: Float[Array, "*b"] | None
 ) -> Float[Array, "*s"]:
     """RN_bf16(magnitude * factor) with the sign, as float32; never -0. Rounded on the bits: no cast pair to fold."""
     scaled = magnitude if pre is None else magnitude * pre
@@ -142,6 +142,18 @@ def signed_value(
     bits = jnp.minimum(float_bits(scaled * factor) & 0x7FFFFFFF, QUIET_NAN_BITS)
     bits = round_bits_to_bf16(jnp.where(bits < 0x00800000, 0, bits))
     return bits_float(jnp.where(bits == 0, 0, bits | (sign_bits & SIGN_BIT)))
+
+
+def stored_value(
+    magnitude: Float[Array, "*s"], sign_bits: Int[Array, "*s"], factor: Float[Array, "*b"], pre: Float[Array, "*b"] | None, dtype
+) -> Float[Array, "*s"]:
+    """`signed_value` in the dtype, for kernels that write it to memory: a cast to bfloat16 that nothing reads back is not
+    folded, so it may do the rounding."""
+    if dtype != jnp.bfloat16:
+        return signed_value(magnitude, sign_bits, factor, pre).astype(dtype)
+    product = (magnitude if pre is None else magnitude * pre) * factor
+    signed = bits_float(float_bits(product) | (sign_bits & SIGN_BIT))
+    return jnp.where(product < SMALLEST_NORMAL, 0.0, signed).astype(dtype)
 
 
 def round_bits_to_bf16(bits: Int[Array, "*s"]) -> Int[Array, "*s"]:

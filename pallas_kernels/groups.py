@@ -9,6 +9,7 @@ every shape and does not mask a last partial tile: hence the padding.
 """
 
 import dataclasses
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Shaped
 
+from pallas_kernels import ladder, reciprocal
 from pallas_kernels.blocks import pad_last
 from pallas_kernels.formats import BlockFormat
 
-_GPU_TILE = 64  # with 4 warps a thread holds 8 values; measured on an H200, larger tiles slow guided rounding down
+_GPU_TILE = 256  # 32 values a thread; measured on an H200
+_GPU_WARPS = 4
 _INTERPRET_PROGRAMS = 16  # an interpreted program costs about half a millisecond whatever it does
 _LARGEST_OFFSET = 2**31 - 1
 
@@ -90,7 +93,7 @@ class Groups:
             in_specs=[self.spec(array) for array in inputs],
             out_specs=[self.spec(array) for array in outputs],
             out_shape=list(outputs),
-            compiler_params=pltriton.CompilerParams(num_warps=4),
+            compiler_params=pltriton.CompilerParams(num_warps=_GPU_WARPS),
             interpret=self.interpret,
         )(*inputs)
 
@@ -120,6 +123,11 @@ def plan(shape: tuple[int, ...], fmt: BlockFormat, interpret: bool | None) -> Gr
         raise NotImplementedError(f"the Pallas kernels address at most {_LARGEST_OFFSET} values, got shape {shape}; split the rows")
     wanted = -(-groups.count // _INTERPRET_PROGRAMS) if interpret else min(groups.count, _GPU_TILE)
     return dataclasses.replace(groups, tile=1 << (max(wanted, 16) - 1).bit_length())
+
+
+def rounding_of(dtype) -> ModuleType:
+    """The module whose rounding a body uses for input of a dtype."""
+    return reciprocal if dtype == jnp.bfloat16 else ladder
 
 
 def column(ref) -> Shaped[Array, "n 1"]:

@@ -8,6 +8,7 @@ comparison is `>=`.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -33,17 +34,35 @@ def nearest_value(a: Float[Array, "*s"], step: Float[Array, "*b"], fmt: BlockFor
     return _total(jnp.where(passed, gap, 0.0) for passed, gap in zip(_passed(a, step, fmt), gaps, strict=True))
 
 
-def lower_bracket(a: Float[Array, "*s"], step: Float[Array, "*b"]) -> tuple[Int[Array, "*s"], Float[Array, "*s"]]:
-    """(index, value) of the lower of the two codes around a / step; index <= 6, so a clipped value has {4, 6}."""
+class Bracket(NamedTuple):
+    """The two codes around a magnitude.
+
+    Attributes:
+      index: code 0..6 of the lower one; a clipped magnitude has the bracket {4, 6}.
+      value: its magnitude.
+      gap: distance from it to the upper one.
+      on_code: the magnitude is the lower code exactly.
+      upper: the upper code is the nearest one, by the format's rule for ties.
+    """
+
+    index: Int[Array, "*s"]
+    value: Float[Array, "*s"]
+    gap: Float[Array, "*s"]
+    on_code: Bool[Array, "*s"]
+    upper: Bool[Array, "*s"]
+
+
+def bracket(a: Float[Array, "*s"], step: Float[Array, "*b"], fmt: BlockFormat) -> Bracket:
+    """The two codes around a / step."""
     reached = [a >= value * step for value in E2M1_VALUES[1:7]]
     index = _total(jnp.where(hit, 1, 0) for hit in reached)
     value = _total(jnp.where(hit, gap, 0.0) for hit, gap in zip(reached, _gaps(), strict=False))
-    return index, value
-
-
-def bracket_gap(index: Int[Array, "*s"]) -> Float[Array, "*s"]:
-    """Distance from magnitude `index` (0..6) to the next one."""
-    return jnp.where(index < 4, 0.5, jnp.where(index < 6, 1.0, 2.0))
+    gap = jnp.where(index < 4, 0.5, jnp.where(index < 6, 1.0, 2.0))
+    middle = (value + 0.5 * gap) * step
+    upper = a > middle
+    if fmt.scale == "e8m0":
+        upper |= (a == middle) & ((index & 1) == 1)
+    return Bracket(index, value, gap, (a == value * step) & (a < 6.0 * step), upper)
 
 
 def _gaps() -> list[float]:

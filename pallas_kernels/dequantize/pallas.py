@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels.arithmetic import decode_terms, e2m1_magnitude, signed_value
+from pallas_kernels.arithmetic import decode_terms, e2m1_magnitude, stored_value
 from pallas_kernels.formats import BlockFormat
 from pallas_kernels.groups import column, plan
 from pallas_kernels.packing import interleave_nibbles
@@ -17,7 +17,7 @@ def _body(*refs, fmt: BlockFormat):
     nibbles = interleave_nibbles(codes_ref[...])
     multiplier = column(multiplier_ref[0]) if fmt.has_multiplier else None
     factor, pre = decode_terms(scales_ref[...].astype(jnp.int32), multiplier)
-    out_ref[...] = signed_value(e2m1_magnitude(nibbles & 7), nibbles << 28, factor, pre).astype(out_ref.dtype)
+    out_ref[...] = stored_value(e2m1_magnitude(nibbles & 7), nibbles << 28, factor, pre, out_ref.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("size", "fmt", "dtype", "interpret"))

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.arithmetic import magnitude_bits
-from pallas_kernels.fake_quant.rule import nearest_values
+from pallas_kernels.arithmetic import float_bits, magnitude_bits, stored_value
+from pallas_kernels.fake_quant.rule import nearest_terms
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.groups import column, plan
+from pallas_kernels.groups import column, plan, rounding_of
 
 
 def _body(*refs, fmt: BlockFormat):
@@ -18,7 +18,8 @@ def _body(*refs, fmt: BlockFormat):
     magnitudes = magnitude_bits(x)
     amax = jnp.max(magnitudes, axis=1)[:, None]
     multiplier = column(multiplier_ref[0]) if fmt.has_multiplier else None
-    out_ref[...] = nearest_values(x, magnitudes, amax, multiplier, fmt).astype(out_ref.dtype)
+    value, factor, pre = nearest_terms(magnitudes, amax, multiplier, fmt, rounding_of(x_ref.dtype))
+    out_ref[...] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "interpret"))

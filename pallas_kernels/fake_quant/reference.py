@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.arithmetic import magnitude_bits
+from pallas_kernels import ladder
+from pallas_kernels.arithmetic import float_bits, magnitude_bits, signed_value
 from pallas_kernels.blocks import join_blocks, per_block, split_blocks
-from pallas_kernels.fake_quant.rule import nearest_values
+from pallas_kernels.fake_quant.rule import nearest_terms
 from pallas_kernels.formats import BlockFormat
 
 
@@ -18,4 +19,5 @@ def fake_quant(x: Float[Array, "*rows d"], multiplier: Float[Array, "*m"] | None
     blocks = split_blocks(x, fmt)
     magnitudes = magnitude_bits(blocks)
     amax = jnp.max(magnitudes, axis=-1, keepdims=True)
-    return join_blocks(nearest_values(blocks, magnitudes, amax, per_block(multiplier), fmt), x.shape[-1]).astype(x.dtype)
+    value, factor, pre = nearest_terms(magnitudes, amax, per_block(multiplier), fmt, ladder)
+    return join_blocks(signed_value(value, float_bits(blocks), factor, pre), x.shape[-1]).astype(x.dtype)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt8
 
-from pallas_kernels.arithmetic import magnitude_bits
+from pallas_kernels.arithmetic import float_bits, magnitude_bits, stored_value
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.groups import column, plan
-from pallas_kernels.guided_fake_quant.rule import guided_values
+from pallas_kernels.groups import column, plan, rounding_of
+from pallas_kernels.guided_fake_quant.rule import guided_terms
 from pallas_kernels.packing import interleave_nibbles, spread_bits
 
 
@@ -25,7 +25,8 @@ def _body(*refs, kind: str, fmt: BlockFormat):
         record = spread_bits(rest[-1][...]) if kind == "mantissa" else interleave_nibbles(rest[-1][...])
     scales = scales_ref[...].astype(jnp.int32)
     valid = column(valid_ref).astype(jnp.int32) != 0
-    out_ref[...] = guided_values(x, amax, record, scales, valid, own, rollout, kind, fmt).astype(out_ref.dtype)
+    value, factor, pre = guided_terms(x, amax, record, scales, valid, own, rollout, kind, fmt, rounding_of(x_ref.dtype))
+    out_ref[...] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "fmt", "interpret"))

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt8
 
-from pallas_kernels.arithmetic import magnitude_bits
+from pallas_kernels import ladder
+from pallas_kernels.arithmetic import float_bits, magnitude_bits, signed_value
 from pallas_kernels.blocks import join_blocks, pad_last, per_block, split_blocks
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.guided_fake_quant.rule import guided_values
+from pallas_kernels.guided_fake_quant.rule import guided_terms
 from pallas_kernels.packing import interleave_nibbles, spread_bits
 
 
@@ -29,8 +30,9 @@ def guided_fake_quant(
     record = _unpacked(data, blocks.shape, kind)
     scales = scales[..., None].astype(jnp.int32)
     amax = jnp.max(magnitude_bits(blocks), axis=-1, keepdims=True)
-    out = guided_values(blocks, amax, record, scales, per_block(valid), per_block(multiplier), per_block(rollout_multiplier), kind, fmt)
-    return join_blocks(out, x.shape[-1]).astype(x.dtype)
+    own, rollout = per_block(multiplier), per_block(rollout_multiplier)
+    value, factor, pre = guided_terms(blocks, amax, record, scales, per_block(valid), own, rollout, kind, fmt, ladder)
+    return join_blocks(signed_value(value, float_bits(blocks), factor, pre), x.shape[-1]).astype(x.dtype)
 
 
 def _unpacked(data, shape: tuple[int, ...], kind: str):

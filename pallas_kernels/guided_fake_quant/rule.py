@@ -11,6 +11,8 @@
 Source: TRACE, arXiv 2610.07767, algorithm 1; the exact form in docs/numerics.md.
 """
 
+from types import ModuleType
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -24,13 +26,11 @@ from pallas_kernels.arithmetic import (
     float_bits,
     magnitude_bits,
     scale_code,
-    signed_value,
 )
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.ladder import bracket_gap, lower_bracket
 
 
-def guided_values(
+def guided_terms(
     x: Float[Array, "*rows block"],
     amax_bits: Int[Array, "*rows 1"],
     record: Int[Array, "*rows block"] | None,
@@ -40,8 +40,12 @@ def guided_values(
     rollout_multiplier: Float[Array, "*m"] | None,
     kind: str,
     fmt: BlockFormat,
-) -> Float[Array, "*rows block"]:
-    """Float32 values of guided rounding; every argument broadcasts against x."""
+    rounding: ModuleType,
+) -> tuple[Float[Array, "*rows block"], Float[Array, "*rows 1"], Float[Array, "*rows 1"] | None]:
+    """(magnitude, factor, pre) of guided rounding, for `signed_value` or `stored_value`; every argument broadcasts against x.
+
+    `rounding` is `ladder`, or `reciprocal` for bfloat16 values.
+    """
     own_gain = None if multiplier is None else encode_gain(multiplier)
     own_scales = scale_code(amax_bits, own_gain)
     scales = jnp.where(valid, rollout_scales, own_scales)
@@ -52,21 +56,15 @@ def guided_values(
     # Under a huge rollout scale the product may be subnormal; as everywhere that counts as zero, which is on a code.
     a = bits_float(magnitude_bits(x)) * gain
     a = jnp.where(a < SMALLEST_NORMAL, 0.0, a)
-    index, value = lower_bracket(a, step)
-    gap = bracket_gap(index)
-    middle = (value + 0.5 * gap) * step
-    if fmt.scale == "e8m0":
-        upper = (a > middle) | ((a == middle) & ((index & 1) == 1))
-    else:
-        upper = a > middle
+    around = rounding.bracket(a, step, fmt)
+    upper = around.upper
     if record is not None:
-        on_code = (a == value * step) & (a < 6.0 * step)
-        upper = jnp.where(valid, _recorded_choice(x, index, record, kind) & ~on_code, upper)
+        upper = jnp.where(valid, _recorded_choice(x, around.index, record, kind) & ~around.on_code, upper)
 
     factor, pre = decode_terms(scales, multiplier)
     # The rollout's scale cannot tell that x is not finite, so the block says so itself.
     factor = jnp.where(amax_bits >= INFINITY_BITS, jnp.nan, factor)
-    return signed_value(jnp.where(upper, value + gap, value), float_bits(x), factor, pre)
+    return jnp.where(upper, around.value + around.gap, around.value), factor, pre
 
 
 def _recorded_choice(

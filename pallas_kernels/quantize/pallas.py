@@ -8,8 +8,7 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.arithmetic import bits_float, encode_block, float_bits, magnitude_bits
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.groups import column, plan
-from pallas_kernels.ladder import nearest_index
+from pallas_kernels.groups import column, plan, rounding_of
 from pallas_kernels.packing import join_nibbles
 
 
@@ -19,7 +18,7 @@ def _body(*refs, fmt: BlockFormat):
     magnitudes = magnitude_bits(x)
     amax = jnp.max(magnitudes, axis=1)[:, None]
     scales, gain, step = encode_block(amax, column(multiplier_ref[0]) if fmt.has_multiplier else None)
-    index = nearest_index(bits_float(magnitudes) * gain, step, fmt)
+    index = rounding_of(x_ref.dtype).nearest_index(bits_float(magnitudes) * gain, step, fmt)
     codes = jnp.where((index > 0) & (float_bits(x) < 0), index + 8, index)
     codes_ref[...] = join_nibbles(codes).astype(jnp.uint8)
     scales_ref[...] = scales.astype(jnp.uint8)
