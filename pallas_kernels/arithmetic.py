@@ -12,6 +12,7 @@ Literals are Python scalars: they adapt to the array under strict promotion and 
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats import E4M3_MAX, E4M3_NAN, E8M0_NAN, RECIPROCAL_SIX
@@ -58,17 +59,13 @@ def encode_gain(multiplier: Float[Array, "*s"]) -> Float[Array, "*s"]:
 
 
 def e4m3_code(v: Float[Array, "*s"]) -> Int[Array, "*s"]:
-    """E4M3 byte nearest to v in [0, 448], ties to even."""
-    # Below 2^-6 the grid is the multiples of 2^-9; 7.5 steps round up to code 8, which is 2^-6.
-    steps = v * 512.0
-    whole = jnp.floor(steps)
-    rest = steps - whole
-    count = whole.astype(jnp.int32)
-    subnormal = count + jnp.where((rest > 0.5) | ((rest == 0.5) & ((count & 1) == 1)), 1, 0)
-    # From 2^-6 on keep three mantissa bits: add just under half a step, plus the last kept bit.
-    bits = float_bits(v)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    return jnp.where(v < 2.0**-6, subnormal, normal)
+    """E4M3 byte nearest to v in [0, 448], ties to even.
+
+    The sum with a power of two whose last bit is the grid step at v rounds v; its low bits then count the grid. Below 2^-6
+    the grid keeps the step of 2^-9.
+    """
+    exponent = jnp.maximum(float_bits(v) & 0x7F800000, 121 << 23)
+    return (float_bits(v + bits_float(exponent + (20 << 23))) + (exponent >> 20) - (121 << 3)) & 0x7F
 
 
 def e4m3_value(code: Int[Array, "*s"]) -> Float[Array, "*s"]:
@@ -84,7 +81,7 @@ def e2m1_magnitude(index: Int[Array, "*s"]) -> Float[Array, "*s"]:
     return jnp.where(index < 2, index.astype(jnp.float32) * 0.5, normal)
 
 
-def scale_code(amax_bits: Int[Array, "*s"], gain: Float[Array, "*s"] | None) -> Int[Array, "*s"]:
+def scale_code(amax_bits: Int[Array, "*s"], gain: Float[Array, "*#s"] | None) -> Int[Array, "*s"]:
     """Scale byte of blocks with the given magnitude: E4M3 under gain = 2^n, E8M0 if gain is None (no multiplier).
 
     A block that is not finite gets the NaN byte.
@@ -98,7 +95,7 @@ def scale_code(amax_bits: Int[Array, "*s"], gain: Float[Array, "*s"] | None) -> 
     return jnp.where(amax_bits >= INFINITY_BITS, E8M0_NAN, code)
 
 
-def encode_terms(code: Int[Array, "*s"], gain: Float[Array, "*g"] | None) -> tuple[Float[Array, "*g"], Float[Array, "*s"]]:
+def encode_terms(code: Int[Array, "*s"], gain: Float[Array, "*#s"] | None) -> tuple[Float[Array, "*#s"], Float[Array, "*s"]]:
     """(gain, step) of a block: the magnitude v of the format stands for the input |x| with |x| * gain = v * step.
 
     E4M3 bytes come with their gain, E8M0 bytes with None and make it.
@@ -112,15 +109,15 @@ def encode_terms(code: Int[Array, "*s"], gain: Float[Array, "*g"] | None) -> tup
 
 
 def encode_block(
-    amax_bits: Int[Array, "*s"], multiplier: Float[Array, "*m"] | None
-) -> tuple[Int[Array, "*s"], Float[Array, "*g"], Float[Array, "*s"]]:
+    amax_bits: Int[Array, "*s"], multiplier: Float[Array, "*#s"] | None
+) -> tuple[Int[Array, "*s"], Float[Array, "*#s"], Float[Array, "*s"]]:
     """(scale byte, gain, step) of blocks with the given magnitude under their decode multiplier; None for E8M0."""
     gain = None if multiplier is None else encode_gain(multiplier)
     scales = scale_code(amax_bits, gain)
     return scales, *encode_terms(scales, gain)
 
 
-def decode_terms(code: Int[Array, "*s"], multiplier: Float[Array, "*g"] | None) -> tuple[Float[Array, "*s"], Float[Array, "*s"] | None]:
+def decode_terms(code: Int[Array, "*s"], multiplier: Float[Array, "*#s"] | None) -> tuple[Float[Array, "*s"], Float[Array, "*s"] | None]:
     """(factor, pre) of a block: the magnitude v decodes to (v * pre) * factor; pre None stands for one.
 
     E4M3 bytes come with their multiplier, E8M0 bytes with None.
@@ -134,7 +131,7 @@ def decode_terms(code: Int[Array, "*s"], multiplier: Float[Array, "*g"] | None) 
 
 
 def signed_value(
-    magnitude: Float[Array, "*s"], sign_bits: Int[Array, "*s"], factor: Float[Array, "*b"], pre: Float[Array, "*b"] | None
+    magnitude: Float[Array, "*s"], sign_bits: Int[Array, "*s"], factor: Float[Array, "*#s"], pre: Float[Array, "*#s"] | None
 ) -> Float[Array, "*s"]:
     """RN_bf16(magnitude * factor) with the sign, as float32; never -0. Rounded on the bits: no cast pair to fold."""
     scaled = magnitude if pre is None else magnitude * pre
@@ -145,7 +142,11 @@ def signed_value(
 
 
 def stored_value(
-    magnitude: Float[Array, "*s"], sign_bits: Int[Array, "*s"], factor: Float[Array, "*b"], pre: Float[Array, "*b"] | None, dtype
+    magnitude: Float[Array, "*s"],
+    sign_bits: Int[Array, "*s"],
+    factor: Float[Array, "*#s"],
+    pre: Float[Array, "*#s"] | None,
+    dtype: DTypeLike,
 ) -> Float[Array, "*s"]:
     """`signed_value` in the dtype, for kernels that write it to memory: a cast to bfloat16 that nothing reads back is not
     folded, so it may do the rounding."""

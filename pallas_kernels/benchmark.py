@@ -1,7 +1,7 @@
 """Times of the kernels, against a plain copy on the same device and against the jnp reference.
 
 1. For every op, format, implementation and shape: compile, warm up, then take the median of several timed batches of calls.
-2. The limit is memory bandwidth: a copy of a large array is timed in the same run, and a row's `limit_share` is the
+2. The limit is memory bandwidth: a device-to-device copy of a large array is timed in the same run, and a row's `limit_share` is the
    bandwidth that the op reached (its necessary bytes over its time) as a share of the copy's.
 3. The peer of a Pallas row is the jnp reference on the same input; `ratio` is our time over the peer's.
 
@@ -29,8 +29,9 @@ from pallas_kernels.shapes import ACTIVATIONS, SMALL, WEIGHTS
 
 OPS = ("quantize", "dequantize", "fake_quant", "guided_fake_quant")
 
-_TARGET = "share of copy bandwidth >= 0.85"
-_TARGET_SHARE = 0.85
+_TARGET_SHARES = {"quantize": 0.80, "dequantize": 0.80, "fake_quant": 0.92, "guided_fake_quant": 0.88}
+"""Share of the copy's bandwidth that a compiled kernel should reach."""
+
 _BATCHES = 7
 
 
@@ -104,8 +105,8 @@ def _row(op, fmt, implementation, name, shape, moved, times, copy, on_gpu) -> di
         "peer": "jnp reference" if has_peer else None,
         "peer_time_us": round(times["reference"], 2) if has_peer else None,
         "ratio": round(time_us / times["reference"], 4) if has_peer else None,
-        "target": _TARGET if judged else None,
-        "met": share >= _TARGET_SHARE if judged else None,
+        "target": f"share of copy bandwidth >= {_TARGET_SHARES[op]:.2f}" if judged else None,
+        "met": share >= _TARGET_SHARES[op] if judged else None,
         "device": jax.devices()[0].device_kind,
         "versions": {"jax": jax.__version__, "numpy": np.__version__},
         "date": datetime.date.today().isoformat(),
@@ -113,9 +114,9 @@ def _row(op, fmt, implementation, name, shape, moved, times, copy, on_gpu) -> di
 
 
 def _copy_bandwidth(small: bool, calls: int) -> float:
-    """Bytes a second of an elementwise pass (one read, one write) over an array that no cache holds."""
+    """Bytes a second (read and written) of a device-to-device copy of an array that no cache holds."""
     x = jnp.zeros((1 << (22 if small else 26),), jnp.bfloat16)
-    return 2 * x.nbytes / (_median_time_us(jax.jit(jnp.negative), (x,), calls) * 1e-6)
+    return 2 * x.nbytes / (_median_time_us(jax.jit(jnp.copy), (x,), calls) * 1e-6)
 
 
 def _median_time_us(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> float:

@@ -1,6 +1,6 @@
 """From a tensor to its blocks and back: the last axis is padded with zeros to whole blocks."""
 
-from typing import Any
+from typing import overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
@@ -10,7 +10,7 @@ from pallas_kernels.formats import BlockFormat
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-def check_input(x: Float[Array, "*rows d"]) -> None:
+def check_input(x: Shaped[Array, "..."]) -> None:
     """Raises ValueError unless x is a bfloat16, float16 or float32 array with a last axis."""
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"cannot quantize an array of shape {x.shape}; the last axis is the contraction axis and must not be empty")
@@ -35,7 +35,15 @@ def join_blocks(blocks: Shaped[Array, "*rows blocks block"], size: int) -> Shape
     return blocks.reshape((*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1]))[..., :size]
 
 
-def per_block(value: Shaped[Any, "*m"]) -> Shaped[Any, "*m 1 1"]:
+@overload
+def per_block(value: None) -> None: ...
+
+
+@overload
+def per_block(value: Shaped[Array, "*rows"]) -> Shaped[Array, "*rows 1 1"] | Shaped[Array, ""]: ...
+
+
+def per_block(value: Shaped[Array, "*rows"] | None) -> Shaped[Array, "*rows 1 1"] | Shaped[Array, ""] | None:
     """A row value (or None) with the two axes of `split_blocks` appended; scalars stay scalars."""
     if value is None or value.ndim == 0:
         return value

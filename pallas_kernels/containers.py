@@ -1,17 +1,21 @@
 """The two array bundles of the API: a quantized tensor and a guidance record slice. Both are pytrees."""
 
 import dataclasses
-from typing import Any
+from typing import TypeAlias
 
-import jax
-from jaxtyping import Bool, Float, UInt8
+import numpy as np
+from jaxtyping import Array, Bool, Float, UInt8
 
 from pallas_kernels.formats import BlockFormat
+from pallas_kernels.pytrees import register_arrays
+
+AnyArray: TypeAlias = Array | np.ndarray | np.generic
+"""An array of jax or of NumPy, NumPy scalars included."""
 
 GUIDE_KINDS = ("scales", "mantissa", "codes")
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclasses.dataclass(frozen=True)
 class Quantized:
     """A tensor in a block format, quantized along its last axis.
@@ -25,14 +29,14 @@ class Quantized:
       fmt: the format.
     """
 
-    codes: UInt8[Any, "*rows bytes"]
-    scales: UInt8[Any, "*rows blocks"]
-    multiplier: Float[Any, "*m"] | None
+    codes: UInt8[AnyArray, "*rows bytes"]
+    scales: UInt8[AnyArray, "*rows blocks"]
+    multiplier: Float[AnyArray, "*#rows"] | None
     size: int = dataclasses.field(metadata={"static": True})
     fmt: BlockFormat = dataclasses.field(metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclasses.dataclass(frozen=True)
 class Guide:
     """What the rollout engine recorded about its rounding of one tensor; rows are the leading axes of that tensor.
@@ -46,7 +50,7 @@ class Guide:
     """
 
     kind: str = dataclasses.field(metadata={"static": True})
-    data: UInt8[Any, "*rows bytes"] | None
-    scales: UInt8[Any, "*rows blocks"]
-    multiplier: Float[Any, "*m"] | None
-    valid: Bool[Any, "*v"]
+    data: UInt8[AnyArray, "*rows bytes"] | None
+    scales: UInt8[AnyArray, "*rows blocks"]
+    multiplier: Float[AnyArray, "*#rows"] | None
+    valid: Bool[AnyArray, "*#rows"]

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Shaped, UInt, UInt8
 
 from pallas_kernels import ladder, reciprocal
 from pallas_kernels.blocks import pad_last
 from pallas_kernels.formats import BlockFormat
 
-_GPU_TILE = 256  # 32 values a thread; measured on an H200
+_GPU_VALUES = 4096  # of one program, 32 a thread; measured on an H200
 _GPU_WARPS = 4
 _INTERPRET_PROGRAMS = 16  # an interpreted program costs about half a millisecond whatever it does
 _LARGEST_OFFSET = 2**31 - 1
@@ -67,6 +67,22 @@ class Groups:
         """An array whose last axis holds `width` entries for each block (the last block may be cut short), as groups."""
         return self._padded(pad_last(x, self.blocks * width).reshape(self.count, width))
 
+    def words(self, packed: UInt8[Array, "*rows bytes"], width: int) -> UInt[Array, "..."]:
+        """An array with `width` bytes for each block, as one word for each group, or several 32-bit ones.
+
+        A thread then loads what belongs to its group at once; single bytes would come in another order and change hands.
+        """
+        groups = self.from_last(packed, width)
+        size = min(width, 4)
+        if size > 1:
+            groups = jax.lax.bitcast_convert_type(groups.reshape(-1, width // size, size), jnp.uint16 if size == 2 else jnp.uint32)
+        return groups[:, 0] if groups.shape[1] == 1 else groups
+
+    def to_bytes(self, words: UInt[Array, "..."], length: int) -> UInt8[Array, "*rows length"]:
+        """The first `length` bytes of every row of the words of a kernel."""
+        packed = words if words.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(words, jnp.uint8)
+        return self.to_last(packed.reshape(words.shape[0], -1), length)
+
     def from_rows(self, value: Shaped[Array, "*m"]) -> Shaped[Array, " n"]:
         """A scalar as [1], or a row value (one axis for every leading axis) as one entry for each group."""
         if value.size == 1:
@@ -98,8 +114,8 @@ class Groups:
         )(*inputs)
 
     def out(self, width: int, dtype) -> jax.ShapeDtypeStruct:
-        """An output with `width` entries for each group."""
-        return jax.ShapeDtypeStruct((self.padded, width), dtype)
+        """An output with `width` entries for each group; one entry makes a vector."""
+        return jax.ShapeDtypeStruct((self.padded,) if width == 1 else (self.padded, width), dtype)
 
     def _padded(self, groups: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         missing = self.padded - groups.shape[0]
@@ -119,9 +135,9 @@ def plan(shape: tuple[int, ...], fmt: BlockFormat, interpret: bool | None) -> Gr
     groups = Groups(shape[:-1], shape[-1], fmt, interpret, 1)
     if groups.count == 0:
         raise NotImplementedError(f"the Pallas kernels need at least one row, got shape {shape}")
-    if groups.count * fmt.block + _GPU_TILE * fmt.block > _LARGEST_OFFSET:
+    if groups.count * fmt.block + _GPU_VALUES > _LARGEST_OFFSET:
         raise NotImplementedError(f"the Pallas kernels address at most {_LARGEST_OFFSET} values, got shape {shape}; split the rows")
-    wanted = -(-groups.count // _INTERPRET_PROGRAMS) if interpret else min(groups.count, _GPU_TILE)
+    wanted = -(-groups.count // _INTERPRET_PROGRAMS) if interpret else min(groups.count, _GPU_VALUES // fmt.block)
     return dataclasses.replace(groups, tile=1 << (max(wanted, 16) - 1).bit_length())
 
 
@@ -130,6 +146,6 @@ def rounding_of(dtype) -> ModuleType:
     return reciprocal if dtype == jnp.bfloat16 else ladder
 
 
-def column(ref) -> Shaped[Array, "n 1"]:
+def column(ref: jax.Ref) -> Shaped[Array, "n 1"]:
     """A row value inside a body, as a column that broadcasts against the tile."""
     return ref[...][:, None]

@@ -33,7 +33,9 @@ def tensor_multiplier(x: Float[Array, "*s"]) -> Float[Array, ""]:
     return jax.lax.stop_gradient(bits_float(multiplier_bits(jnp.max(bits, initial=0), True)))
 
 
-def resolve_multiplier(x: Float[Array, "*rows d"], fmt: BlockFormat, multiplier: ArrayLike | None) -> Float[Array, "*m"] | None:
+def resolve_multiplier(
+    x: Float[Array, "*rows d"], fmt: BlockFormat, multiplier: Float[ArrayLike, "*#rows"] | None
+) -> Float[Array, "*#rows"] | None:
     """The multiplier a quantizer uses for x: float32, scalar or with one axis for every leading axis of x.
 
     Raises ValueError for a multiplier the format does not have, or one that cannot be broadcast against the rows.
@@ -47,7 +49,7 @@ def resolve_multiplier(x: Float[Array, "*rows d"], fmt: BlockFormat, multiplier:
     return align_multiplier(multiplier, x.shape[:-1])
 
 
-def align_multiplier(multiplier: ArrayLike, rows: tuple[int, ...]) -> Float[Array, "*m"]:
+def align_multiplier(multiplier: Float[ArrayLike, "*m"], rows: tuple[int, ...]) -> Float[Array, "*aligned"]:
     """A multiplier as float32 with one axis for every axis of `rows` (a scalar stays a scalar)."""
     result = jnp.asarray(multiplier).astype(jnp.float32)
     if result.ndim == 0:

@@ -4,30 +4,34 @@ Real arithmetic is done in float64, where every product of the contract is exact
 ml_dtypes. Tests compare every implementation with this file, bit for bit. NumPy in, NumPy out.
 """
 
-from typing import Any
+from typing import TypeAlias
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Bool, Float, UInt8
+from jaxtyping import Bool, Float, Integer, UInt8
+from numpy.typing import DTypeLike
 
 from pallas_kernels.containers import Guide, Quantized
 from pallas_kernels.formats import E2M1_MIDPOINTS, E2M1_VALUES, E4M3_NAN, E8M0_NAN, RECIPROCAL_SIX, BlockFormat
+
+Multiplier: TypeAlias = Float[np.ndarray | np.floating | float, "*#rows"]
+"""Decode multiplier that broadcasts against the rows."""
 
 _VALUES = np.array(E2M1_VALUES)
 _TINY = 2.0**-126
 
 
-def decode_multiplier(amax: Float[np.ndarray, "*s"], *, nudged: bool = True) -> Float[np.ndarray, "*s"]:
+def decode_multiplier(amax: Float[np.ndarray | np.floating, "*s"], *, nudged: bool = True) -> Float[np.ndarray, "*s"]:
     """2^-n, times (1 + 2^-17) if nudged; n the largest integer with amax * 2^n <= 2688, within -126..126."""
     amax = _float64(amax)
     amax = np.where(np.isfinite(amax), np.abs(amax), 0.0)
     fraction, exponent = np.frexp(amax)
     n = np.clip(np.where(fraction <= 2688 / 4096, 12, 11) - exponent, -126, 126)
     n = np.where(amax == 0, 0, n)
-    return (np.ldexp(1.0, -n) * (1 + 2.0**-17 if nudged else 1.0)).astype(np.float32)
+    return np.asarray(np.ldexp(1.0, -n) * (1 + 2.0**-17 if nudged else 1.0), np.float32)
 
 
-def quantize(x: Float[np.ndarray, "*rows d"], fmt: BlockFormat, multiplier=None) -> Quantized:
+def quantize(x: Float[np.ndarray, "*rows d"], fmt: BlockFormat, multiplier: Multiplier | None = None) -> Quantized:
     """Codes, scales and multiplier of x."""
     if fmt.has_multiplier and multiplier is None:
         multiplier = decode_multiplier(np.max(np.abs(_float64(x)), initial=0.0))
@@ -42,7 +46,7 @@ def quantize(x: Float[np.ndarray, "*rows d"], fmt: BlockFormat, multiplier=None)
     return Quantized(codes=packed, scales=scales, multiplier=multiplier, size=size, fmt=fmt)
 
 
-def dequantize(q: Quantized, dtype: Any = ml_dtypes.bfloat16) -> Float[np.ndarray, "*rows d"]:
+def dequantize(q: Quantized, dtype: DTypeLike = ml_dtypes.bfloat16) -> Float[np.ndarray, "*rows d"]:
     """The values of a quantized tensor."""
     rows, count = q.scales.shape[:-1], q.scales.shape[-1]
     codes = unpack_codes(np.asarray(q.codes), q.size)
@@ -53,12 +57,14 @@ def dequantize(q: Quantized, dtype: Any = ml_dtypes.bfloat16) -> Float[np.ndarra
     return _joined(value, q.size).astype(np.float32).astype(dtype)
 
 
-def fake_quant(x: Float[np.ndarray, "*rows d"], fmt: BlockFormat, multiplier=None) -> Float[np.ndarray, "*rows d"]:
+def fake_quant(x: Float[np.ndarray, "*rows d"], fmt: BlockFormat, multiplier: Multiplier | None = None) -> Float[np.ndarray, "*rows d"]:
     """The values of the quantized x, in the dtype of x."""
     return dequantize(quantize(x, fmt, multiplier), x.dtype)
 
 
-def guided_fake_quant(x: Float[np.ndarray, "*rows d"], guide: Guide, fmt: BlockFormat, multiplier) -> Float[np.ndarray, "*rows d"]:
+def guided_fake_quant(
+    x: Float[np.ndarray, "*rows d"], guide: Guide, fmt: BlockFormat, multiplier: Multiplier | None
+) -> Float[np.ndarray, "*rows d"]:
     """x rounded under the record."""
     rows, size = x.shape[:-1], x.shape[-1]
     plain = fake_quant(x, fmt, multiplier)
@@ -114,7 +120,7 @@ def fake_quant_fp8(x: Float[np.ndarray, "*rows d"], *, block: int | None = 128) 
         return _joined(value, size).astype(np.float32).astype(x.dtype)
 
 
-def pack_codes(codes: UInt8[np.ndarray, "*rows d"]) -> UInt8[np.ndarray, "*rows bytes"]:
+def pack_codes(codes: Integer[np.ndarray, "*rows d"]) -> UInt8[np.ndarray, "*rows bytes"]:
     """Two codes a byte, low nibble first."""
     codes = _pad(np.asarray(codes), codes.shape[-1] + codes.shape[-1] % 2)
     return (codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8)
@@ -125,7 +131,7 @@ def unpack_codes(packed: UInt8[np.ndarray, "*rows bytes"], size: int) -> UInt8[n
     return np.stack([packed % 16, packed // 16], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])[..., :size]
 
 
-def pack_bits(bits: UInt8[np.ndarray, "*rows d"] | Bool[np.ndarray, "*rows d"]) -> UInt8[np.ndarray, "*rows bytes"]:
+def pack_bits(bits: Integer[np.ndarray, "*rows d"] | Bool[np.ndarray, "*rows d"]) -> UInt8[np.ndarray, "*rows bytes"]:
     """Eight bits a byte, least significant first."""
     return np.packbits(np.asarray(bits).astype(np.uint8), axis=-1, bitorder="little")
 

@@ -3,7 +3,6 @@
 NumPy arrays and jax arrays are both accepted; the result is a jax array (`pallas_kernels.oracle` has the NumPy twins).
 """
 
-import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Integer, UInt8
@@ -43,13 +42,6 @@ def unpack_bits(packed: UInt8[ArrayLike, "*rows bytes"], size: int) -> UInt8[Arr
 def mantissa_bits(codes_packed: UInt8[ArrayLike, "*rows bytes"], size: int) -> UInt8[Array, "*rows bits"]:
     """The low bit of each of `size` packed codes, packed: the one-bit guidance record of a full record."""
     return pack_bits(unpack_codes(codes_packed, size) & 1)
-
-
-def join_nibbles(codes: Int[Array, "*rows codes"]) -> Int[Array, "*rows bytes"]:
-    """An even number of codes to bytes, low nibble first, all int32. For Pallas bodies, which cannot take strided slices."""
-    pairs = codes.reshape((*codes.shape[:-1], codes.shape[-1] // 2, 2))
-    shifts = 4 * jax.lax.broadcasted_iota(jnp.int32, pairs.shape, pairs.ndim - 1)
-    return jnp.sum(pairs << shifts, axis=-1)
 
 
 def interleave_nibbles(packed: UInt8[Array, "*rows bytes"]) -> Int[Array, "*rows nibbles"]:

@@ -9,58 +9,75 @@ is not moved, and ties go to the even code by themselves.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arithmetic import bits_float, float_bits
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.ladder import Bracket
 
 _NUDGE = 2.0**-14
-_MARGIN = 2.0**-12
-_SMALLEST = 2.0**-100
 _EXPONENT = 0x7F800000
 _ONE = 127 << 23
-_KEPT = -0x400000  # sign, exponent and one mantissa bit
+_CODE = 1 << 22  # the distance between the bits of two neighbouring codes from 1 to 6
+_REST = _CODE - 1
 
 
-def nearest_index(a: Float[Array, "*s"], step: Float[Array, "*b"], fmt: BlockFormat) -> Int[Array, "*s"]:
-    """Code 0..7 nearest to a / step; 0 where step is zero or NaN."""
-    y = _quotient(a, step, fmt, -_NUDGE, 6.0)
-    exponent, magic = _magic(y)
-    index = (float_bits(y + magic) + (exponent >> 22) - (127 << 1)) & 7
-    return jnp.where(step > 0.0, index, 0)
+def nearest_index(a: Float[Array, "*s"], step: Float[Array, "*#s"], fmt: BlockFormat) -> Int[Array, "*s"]:
+    """Code 0..7 nearest to a / step. Where step is zero or NaN the caller replaces it."""
+    y = jnp.minimum(a * _reciprocal(step, fmt, -_NUDGE), 6.0)
+    exponent = _exponent(y)
+    # The low bits of the magic number count the codes below it, so the sum carries the code.
+    return float_bits(y + bits_float(exponent + (exponent >> 22) + ((22 << 23) - (127 << 1)))) & 7
 
 
-def nearest_value(a: Float[Array, "*s"], step: Float[Array, "*b"], fmt: BlockFormat) -> Float[Array, "*s"]:
+def nearest_value(a: Float[Array, "*s"], step: Float[Array, "*#s"], fmt: BlockFormat) -> Float[Array, "*s"]:
     """Magnitude of the code nearest to a / step. Where step is zero the caller multiplies by zero."""
-    y = _quotient(a, step, fmt, -_NUDGE, 6.0)
-    _, magic = _magic(y)
+    y = jnp.minimum(a * _reciprocal(step, fmt, -_NUDGE), 6.0)
+    # A power of two whose last bit is the distance of the codes around y: the sum rounds y to them.
+    magic = bits_float(_exponent(y) + (22 << 23))
     return (y + magic) - magic
 
 
-def bracket(a: Float[Array, "*s"], step: Float[Array, "*b"], fmt: BlockFormat) -> Bracket:
-    """The two codes around a / step."""
-    # 5.5 stands for everything clipped: in the bracket {4, 6}, on no code, nearer to 6.
-    # A quotient too small for float32 is not zero, so only `a` can tell what is.
-    y = jnp.maximum(_quotient(a, step, fmt, _NUDGE, 5.5), _SMALLEST)
-    bits = float_bits(y)
-    below_one, half = y < 1.0, y >= 0.5
-    index = jnp.where(below_one, jnp.where(half, 1, 0), (bits >> 22) - 252)
-    value = jnp.where(below_one, jnp.where(half, 0.5, 0.0), bits_float(bits & _KEPT))
-    gap = bits_float(jnp.maximum(bits & _EXPONENT, _ONE) - (1 << 23))
-    middle = value + 0.5 * gap
+def lower_index(a: Float[Array, "*s"], step: Float[Array, "*#s"], fmt: BlockFormat) -> Int[Array, "*s"]:
+    """Code 0..6 of the lower of the two codes around a / step; a clipped magnitude has the bracket {4, 6}."""
+    bits, offset = _shifted(a, step, fmt)
+    return (bits >> 22) - jnp.where(offset > 0.0, 254, 252)
+
+
+def value_with_low_bit(
+    a: Float[Array, "*s"], step: Float[Array, "*#s"], bit: Int[Array, "*s"], known: Bool[Array, "*#s"], fmt: BlockFormat
+) -> Float[Array, "*s"]:
+    """Magnitude of the code next to a / step whose low bit is `bit`, of the nearest one where the bit is not known.
+
+    A magnitude on a code stays there.
+    """
+    bits, offset = _shifted(a, step, fmt)
     if fmt.scale == "e8m0":
-        return Bracket(index, value, gap, (a == 0.0) | (y == value), (y > middle) | ((y == middle) & ((index & 1) == 1)))
-    return Bracket(index, value, gap, (a == 0.0) | (y <= value * (1.0 + _MARGIN)), y > middle * (1.0 + _MARGIN))
+        slack, nearest = 1, bits + (_CODE // 2 - 1) + ((bits >> 22) & 1)
+    else:
+        slack = 1 << 11  # the nudge moves the bits of a code by less, a bfloat16 value between codes is further away
+        nearest = bits + (_CODE // 2 - slack)
+    parity = jnp.where(known, bit << 22, nearest & _CODE)
+    # Up to the next code of that parity, unless the lower one has it: codes are _CODE apart, and even ones end in zero.
+    chosen = ((bits + (_CODE - parity)) & (-2 * _CODE)) | parity
+    return bits_float(jnp.where((bits & _REST) < slack, bits & ~_REST, chosen)) - offset
 
 
-def _quotient(a: Float[Array, "*s"], step: Float[Array, "*b"], fmt: BlockFormat, nudge: float, limit: float) -> Float[Array, "*s"]:
-    nudged = 1.0 if fmt.scale == "e8m0" else 1.0 + nudge
-    # Under a step of zero or NaN every magnitude decodes to zero or NaN, so any finite quotient will do.
-    return jnp.minimum(a * (nudged / jnp.where(step > 0.0, step, 1.0)), limit)
+def _shifted(a: Float[Array, "*s"], step: Float[Array, "*#s"], fmt: BlockFormat) -> tuple[Int[Array, "*s"], Float[Array, "*s"]]:
+    """Float bits of a / step + offset; the offset of 1 below 1 makes the codes 0 and .5 look like those from 1 on.
+
+    5.5 stands for everything clipped: in the bracket {4, 6}, on no code, nearer to 6. 2^-10 stands for everything that is
+    closer to zero without being zero.
+    """
+    y = jnp.where(a > 0.0, jnp.clip(a * _reciprocal(step, fmt, _NUDGE), 2.0**-10, 5.5), 0.0)
+    offset = jnp.where(y < 1.0, 1.0, 0.0)
+    return float_bits(y + offset), offset
 
 
-def _magic(y: Float[Array, "*s"]) -> tuple[Int[Array, "*s"], Float[Array, "*s"]]:
-    """Exponent bits of y, at least those of one, and the power of two whose last bit is E2M1's step at y."""
-    exponent = jnp.maximum(float_bits(y) & _EXPONENT, _ONE)
-    return exponent, bits_float(exponent + (22 << 23))
+def _reciprocal(step: Float[Array, "*b"], fmt: BlockFormat, nudge: float) -> Float[Array, "*b"]:
+    """1 / step, moved; 1 for a step of zero or NaN, under which any finite quotient will do."""
+    return (1.0 if fmt.scale == "e8m0" else 1.0 + nudge) / jnp.where(step > 0.0, step, 1.0)
+
+
+def _exponent(y: Float[Array, "*s"]) -> Int[Array, "*s"]:
+    """Exponent bits of y, at least those of one: below one the codes are as far apart as from one to two."""
+    return jnp.maximum(float_bits(y) & _EXPONENT, _ONE)

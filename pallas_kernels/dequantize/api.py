@@ -1,6 +1,7 @@
 """`dequantize`: the user's function."""
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.containers import Quantized
@@ -9,7 +10,7 @@ from pallas_kernels.implementation import dispatch
 from pallas_kernels.multiplier import align_multiplier
 
 
-def dequantize(q: Quantized, dtype=jnp.bfloat16, *, implementation: str | None = None) -> Float[Array, "*rows d"]:
+def dequantize(q: Quantized, dtype: DTypeLike = jnp.bfloat16, *, implementation: str | None = None) -> Float[Array, "*rows d"]:
     """The values of a quantized tensor: RN_bf16(code value * (scale * multiplier)), in the given dtype.
 
     With the project's multipliers (powers of two, nudged or not) the rounding removes the nudge and the value is exact. A

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.arithmetic import decode_terms, e2m1_magnitude, signed_value
@@ -16,10 +17,10 @@ from pallas_kernels.packing import interleave_nibbles
 def dequantize(
     codes: UInt8[Array, "*rows bytes"],
     scales: UInt8[Array, "*rows blocks"],
-    multiplier: Float[Array, "*m"] | None,
+    multiplier: Float[Array, "*#rows"] | None,
     size: int,
     fmt: BlockFormat,
-    dtype,
+    dtype: DTypeLike,
 ) -> Float[Array, "*rows d"]:
     """The values, each exact in bfloat16, in `dtype`."""
     count = scales.shape[-1]

@@ -16,7 +16,7 @@ from pallas_kernels.multiplier import resolve_multiplier
 def fake_quant(
     x: Float[Array, "*rows d"],
     fmt: BlockFormat,
-    multiplier: ArrayLike | None = None,
+    multiplier: Float[ArrayLike, "*#rows"] | None = None,
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*rows d"]:

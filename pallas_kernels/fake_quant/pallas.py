@@ -24,7 +24,7 @@ def _body(*refs, fmt: BlockFormat):
 
 @functools.partial(jax.jit, static_argnames=("fmt", "interpret"))
 def fake_quant(
-    x: Float[Array, "*rows d"], multiplier: Float[Array, "*m"] | None, fmt: BlockFormat, interpret: bool | None = None
+    x: Float[Array, "*rows d"], multiplier: Float[Array, "*#rows"] | None, fmt: BlockFormat, interpret: bool | None = None
 ) -> Float[Array, "*rows d"]:
     """x rounded to the format, as the reference. Raises NotImplementedError (see `groups.plan`)."""
     groups = plan(x.shape, fmt, interpret)

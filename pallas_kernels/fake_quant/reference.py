@@ -14,7 +14,7 @@ from pallas_kernels.formats import BlockFormat
 
 
 @functools.partial(jax.jit, static_argnames="fmt")
-def fake_quant(x: Float[Array, "*rows d"], multiplier: Float[Array, "*m"] | None, fmt: BlockFormat) -> Float[Array, "*rows d"]:
+def fake_quant(x: Float[Array, "*rows d"], multiplier: Float[Array, "*#rows"] | None, fmt: BlockFormat) -> Float[Array, "*rows d"]:
     """x rounded to the format under an aligned multiplier (`resolve_multiplier`), in the dtype of x."""
     blocks = split_blocks(x, fmt)
     magnitudes = magnitude_bits(blocks)

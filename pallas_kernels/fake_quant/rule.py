@@ -11,7 +11,7 @@ from pallas_kernels.formats import BlockFormat
 def nearest_terms(
     magnitudes: Int[Array, "*rows block"],
     amax_bits: Int[Array, "*rows 1"],
-    multiplier: Float[Array, "*m"] | None,
+    multiplier: Float[Array, "*#rows 1"] | Float[Array, ""] | None,
     fmt: BlockFormat,
     rounding: ModuleType,
 ) -> tuple[Float[Array, "*rows block"], Float[Array, "*rows 1"], Float[Array, "*rows 1"] | None]:

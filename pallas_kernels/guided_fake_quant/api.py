@@ -19,7 +19,7 @@ def guided_fake_quant(
     x: Float[Array, "*rows d"],
     guide: Guide,
     fmt: BlockFormat,
-    multiplier: ArrayLike | None,
+    multiplier: Float[ArrayLike, "*#rows"] | None,
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*rows d"]:

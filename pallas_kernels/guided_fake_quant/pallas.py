@@ -10,7 +10,7 @@ from pallas_kernels.arithmetic import float_bits, magnitude_bits, stored_value
 from pallas_kernels.formats import BlockFormat
 from pallas_kernels.groups import column, plan, rounding_of
 from pallas_kernels.guided_fake_quant.rule import guided_terms
-from pallas_kernels.packing import interleave_nibbles, spread_bits
+from pallas_kernels.words import word_to_bits, words_to_codes
 
 
 def _body(*refs, kind: str, fmt: BlockFormat):
@@ -22,8 +22,8 @@ def _body(*refs, kind: str, fmt: BlockFormat):
         own, rollout = column(rest[0]), column(rest[1])
     record = None
     if kind != "scales":
-        record = spread_bits(rest[-1][...]) if kind == "mantissa" else interleave_nibbles(rest[-1][...])
-    scales = scales_ref[...].astype(jnp.int32)
+        record = word_to_bits(rest[-1][...], fmt.block) if kind == "mantissa" else words_to_codes(rest[-1][...])
+    scales = column(scales_ref).astype(jnp.int32)
     valid = column(valid_ref).astype(jnp.int32) != 0
     value, factor, pre = guided_terms(x, amax, record, scales, valid, own, rollout, kind, fmt, rounding_of(x_ref.dtype))
     out_ref[...] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
@@ -34,20 +34,20 @@ def guided_fake_quant(
     x: Float[Array, "*rows d"],
     data: UInt8[Array, "*rows bytes"] | None,
     scales: UInt8[Array, "*rows blocks"],
-    valid: Bool[Array, "*v"],
-    multiplier: Float[Array, "*m"] | None,
-    rollout_multiplier: Float[Array, "*m"] | None,
+    valid: Bool[Array, "*#rows"],
+    multiplier: Float[Array, "*#rows"] | None,
+    rollout_multiplier: Float[Array, "*#rows"] | None,
     kind: str,
     fmt: BlockFormat,
     interpret: bool | None = None,
 ) -> Float[Array, "*rows d"]:
     """x rounded under the record, as the reference. Raises NotImplementedError (see `groups.plan`)."""
     groups = plan(x.shape, fmt, interpret)
-    inputs = [groups.from_last(x, fmt.block), groups.from_last(scales, 1), groups.from_rows(valid.astype(jnp.uint8))]
+    inputs = [groups.from_last(x, fmt.block), groups.words(scales, 1), groups.from_rows(valid.astype(jnp.uint8))]
     if multiplier is not None and rollout_multiplier is not None:
         inputs += [groups.from_rows(multiplier), groups.from_rows(rollout_multiplier)]
     if data is not None:
-        inputs.append(groups.from_last(data, fmt.block // (8 if kind == "mantissa" else 2)))
+        inputs.append(groups.words(data, fmt.block // (8 if kind == "mantissa" else 2)))
     body = functools.partial(_body, kind=kind, fmt=fmt)
     (out,) = groups.call(body, inputs, [groups.out(fmt.block, x.dtype)])
     return groups.to_last(out, groups.size)

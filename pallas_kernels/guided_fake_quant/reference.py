@@ -19,9 +19,9 @@ def guided_fake_quant(
     x: Float[Array, "*rows d"],
     data: UInt8[Array, "*rows bytes"] | None,
     scales: UInt8[Array, "*rows blocks"],
-    valid: Bool[Array, "*v"],
-    multiplier: Float[Array, "*m"] | None,
-    rollout_multiplier: Float[Array, "*m"] | None,
+    valid: Bool[Array, "*#rows"],
+    multiplier: Float[Array, "*#rows"] | None,
+    rollout_multiplier: Float[Array, "*#rows"] | None,
     kind: str,
     fmt: BlockFormat,
 ) -> Float[Array, "*rows d"]:

@@ -35,9 +35,9 @@ def guided_terms(
     amax_bits: Int[Array, "*rows 1"],
     record: Int[Array, "*rows block"] | None,
     rollout_scales: Int[Array, "*rows 1"],
-    valid: Bool[Array, "*v"],
-    multiplier: Float[Array, "*m"] | None,
-    rollout_multiplier: Float[Array, "*m"] | None,
+    valid: Bool[Array, "*#rows 1"] | Bool[Array, ""],
+    multiplier: Float[Array, "*#rows 1"] | Float[Array, ""] | None,
+    rollout_multiplier: Float[Array, "*#rows 1"] | Float[Array, ""] | None,
     kind: str,
     fmt: BlockFormat,
     rounding: ModuleType,
@@ -56,24 +56,24 @@ def guided_terms(
     # Under a huge rollout scale the product may be subnormal; as everywhere that counts as zero, which is on a code.
     a = bits_float(magnitude_bits(x)) * gain
     a = jnp.where(a < SMALLEST_NORMAL, 0.0, a)
-    around = rounding.bracket(a, step, fmt)
-    upper = around.upper
-    if record is not None:
-        upper = jnp.where(valid, _recorded_choice(x, around.index, record, kind) & ~around.on_code, upper)
-
+    if record is None:
+        value = rounding.nearest_value(a, step, fmt)
+    else:
+        bit = record if kind == "mantissa" else _low_bit(x, rounding.lower_index(a, step, fmt), record)
+        value = rounding.value_with_low_bit(a, step, bit, valid, fmt)
     factor, pre = decode_terms(scales, multiplier)
     # The rollout's scale cannot tell that x is not finite, so the block says so itself.
     factor = jnp.where(amax_bits >= INFINITY_BITS, jnp.nan, factor)
-    return jnp.where(upper, around.value + around.gap, around.value), factor, pre
+    return value, factor, pre
 
 
-def _recorded_choice(
-    x: Float[Array, "*rows block"], index: Int[Array, "*rows block"], record: Int[Array, "*rows block"], kind: str
-) -> Bool[Array, "*rows block"]:
-    """Whether the record points to the upper code of the bracket."""
-    if kind == "mantissa":
-        return (index & 1) != record
-    # In the sign frame of x the recorded code is nearer to the upper code exactly if its index lies above the lower one:
-    # no midpoint of two adjacent codes is a code, so there are no ties, and -0 counts as 0.
+def _low_bit(
+    x: Float[Array, "*rows block"], lower: Int[Array, "*rows block"], record: Int[Array, "*rows block"]
+) -> Int[Array, "*rows block"]:
+    """Low bit of whichever of the codes `lower` and `lower + 1` is nearer to the recorded code.
+
+    In the sign frame of x the upper one is nearer exactly if the recorded index lies above the lower one: no midpoint of two
+    adjacent codes is a code, so there are no ties, and -0 counts as 0.
+    """
     same_sign = (float_bits(x) < 0) == (record >= 8)
-    return same_sign & ((record & 7) > index)
+    return jnp.where(same_sign & ((record & 7) > lower), lower + 1, lower) & 1

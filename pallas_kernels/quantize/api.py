@@ -15,7 +15,7 @@ from pallas_kernels.quantize import reference
 def quantize(
     x: Float[Array, "*rows d"],
     fmt: BlockFormat,
-    multiplier: ArrayLike | None = None,
+    multiplier: Float[ArrayLike, "*#rows"] | None = None,
     *,
     implementation: str | None = None,
 ) -> Quantized:

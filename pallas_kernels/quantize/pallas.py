@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, UInt8
 from pallas_kernels.arithmetic import bits_float, encode_block, float_bits, magnitude_bits
 from pallas_kernels.formats import BlockFormat
 from pallas_kernels.groups import column, plan, rounding_of
-from pallas_kernels.packing import join_nibbles
+from pallas_kernels.words import signed_words
 
 
 def _body(*refs, fmt: BlockFormat):
@@ -19,20 +19,20 @@ def _body(*refs, fmt: BlockFormat):
     amax = jnp.max(magnitudes, axis=1)[:, None]
     scales, gain, step = encode_block(amax, column(multiplier_ref[0]) if fmt.has_multiplier else None)
     index = rounding_of(x_ref.dtype).nearest_index(bits_float(magnitudes) * gain, step, fmt)
-    codes = jnp.where((index > 0) & (float_bits(x) < 0), index + 8, index)
-    codes_ref[...] = join_nibbles(codes).astype(jnp.uint8)
-    scales_ref[...] = scales.astype(jnp.uint8)
+    words = signed_words(index, float_bits(x))
+    codes_ref[...] = jnp.where(step > 0.0, words, 0).astype(jnp.uint32)
+    scales_ref[...] = scales[:, 0].astype(jnp.uint8)
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "interpret"))
 def quantize(
-    x: Float[Array, "*rows d"], multiplier: Float[Array, "*m"] | None, fmt: BlockFormat, interpret: bool | None = None
+    x: Float[Array, "*rows d"], multiplier: Float[Array, "*#rows"] | None, fmt: BlockFormat, interpret: bool | None = None
 ) -> tuple[UInt8[Array, "*rows bytes"], UInt8[Array, "*rows blocks"]]:
     """Packed codes and scale bytes of x, as the reference. Raises NotImplementedError (see `groups.plan`)."""
     groups = plan(x.shape, fmt, interpret)
     inputs = [groups.from_last(x, fmt.block)]
     if multiplier is not None:
         inputs.append(groups.from_rows(multiplier))
-    outputs = [groups.out(fmt.block // 2, jnp.uint8), groups.out(1, jnp.uint8)]
+    outputs = [groups.out(fmt.block // 8, jnp.uint32), groups.out(1, jnp.uint8)]
     codes, scales = groups.call(functools.partial(_body, fmt=fmt), inputs, outputs)
-    return groups.to_last(codes, fmt.codes_bytes(groups.size)), groups.to_last(scales, groups.blocks)
+    return groups.to_bytes(codes, fmt.codes_bytes(groups.size)), groups.to_bytes(scales, groups.blocks)

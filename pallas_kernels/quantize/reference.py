@@ -15,7 +15,7 @@ from pallas_kernels.packing import pack_codes
 
 @functools.partial(jax.jit, static_argnames="fmt")
 def quantize(
-    x: Float[Array, "*rows d"], multiplier: Float[Array, "*m"] | None, fmt: BlockFormat
+    x: Float[Array, "*rows d"], multiplier: Float[Array, "*#rows"] | None, fmt: BlockFormat
 ) -> tuple[UInt8[Array, "*rows bytes"], UInt8[Array, "*rows blocks"]]:
     """Packed codes and scale bytes of x under an aligned multiplier (`resolve_multiplier`)."""
     blocks = split_blocks(x, fmt)

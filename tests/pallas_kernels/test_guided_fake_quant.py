@@ -37,6 +37,7 @@ GUIDE = Guide("mantissa", jnp.zeros((4, 6), jnp.uint8), jnp.zeros((4, 3), jnp.ui
         ({"multiplier": jnp.ones(3)}, NVFP4, 1.0, "broadcast"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_records_are_explained(change, fmt, multiplier, message):
     with pytest.raises(ValueError, match=message):
         guided_fake_quant(X, dataclasses.replace(GUIDE, **change), fmt, multiplier)

@@ -45,6 +45,7 @@ def test_block_format_names_the_choices():
         ),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_arguments_are_explained(call, message):
     with pytest.raises(ValueError, match=message):
         call()
