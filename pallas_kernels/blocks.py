@@ -1,7 +1,5 @@
 """From a tensor to its blocks and back: the last axis is padded with zeros to whole blocks."""
 
-from typing import overload
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
@@ -35,16 +33,6 @@ def join_blocks(blocks: Shaped[Array, "*rows blocks block"], size: int) -> Shape
     return blocks.reshape((*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1]))[..., :size]
 
 
-@overload
-def per_block(value: None) -> None: ...
-
-
-@overload
-def per_block(value: Shaped[Array, "*rows"]) -> Shaped[Array, "*rows 1 1"] | Shaped[Array, ""]: ...
-
-
-def per_block(value: Shaped[Array, "*rows"] | None) -> Shaped[Array, "*rows 1 1"] | Shaped[Array, ""] | None:
-    """A row value (or None) with the two axes of `split_blocks` appended; scalars stay scalars."""
-    if value is None or value.ndim == 0:
-        return value
-    return value[..., None, None]
+def per_block(value: Shaped[Array, "*rows"]) -> Shaped[Array, "*rows 1 1"] | Shaped[Array, ""]:
+    """A row value with the two axes of `split_blocks` appended; scalars stay scalars."""
+    return value if value.ndim == 0 else value[..., None, None]

@@ -1,16 +1,12 @@
-"""The two array bundles of the API: a quantized tensor and a guidance record slice. Both are pytrees."""
+"""The two array bundles of the API: a quantized tensor and a guidance record slice. Both are pytrees, of jax or NumPy arrays."""
 
 import dataclasses
-from typing import TypeAlias
+from typing import Any
 
-import numpy as np
-from jaxtyping import Array, Bool, Float, UInt8
+from jaxtyping import Bool, Float, UInt8
 
 from pallas_kernels.formats import BlockFormat
 from pallas_kernels.pytrees import register_arrays
-
-AnyArray: TypeAlias = Array | np.ndarray | np.generic
-"""An array of jax or of NumPy, NumPy scalars included."""
 
 GUIDE_KINDS = ("scales", "mantissa", "codes")
 
@@ -29,9 +25,9 @@ class Quantized:
       fmt: the format.
     """
 
-    codes: UInt8[AnyArray, "*rows bytes"]
-    scales: UInt8[AnyArray, "*rows blocks"]
-    multiplier: Float[AnyArray, "*#rows"] | None
+    codes: UInt8[Any, "*rows bytes"]
+    scales: UInt8[Any, "*rows blocks"]
+    multiplier: Float[Any, "*#rows"] | None
     size: int = dataclasses.field(metadata={"static": True})
     fmt: BlockFormat = dataclasses.field(metadata={"static": True})
 
@@ -50,7 +46,7 @@ class Guide:
     """
 
     kind: str = dataclasses.field(metadata={"static": True})
-    data: UInt8[AnyArray, "*rows bytes"] | None
-    scales: UInt8[AnyArray, "*rows blocks"]
-    multiplier: Float[AnyArray, "*#rows"] | None
-    valid: Bool[AnyArray, "*#rows"]
+    data: UInt8[Any, "*rows bytes"] | None
+    scales: UInt8[Any, "*rows blocks"]
+    multiplier: Float[Any, "*#rows"] | None
+    valid: Bool[Any, "*#rows"]

@@ -1,6 +1,7 @@
 """Dataclasses of arrays as pytrees."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -27,7 +28,7 @@ def register_arrays(cls: _Class) -> _Class:
         children, structure = flatten(value)
         return tuple(zip(keys, children, strict=True)), structure
 
-    def unflatten(structure: tuple[Any, ...], children: tuple[Any, ...]) -> Any:
+    def unflatten(structure: tuple[Any, ...], children: Iterable[Any]) -> Any:
         value = object.__new__(cls)
         for name, part in zip((*arrays, *static), (*children, *structure), strict=True):
             object.__setattr__(value, name, part)

@@ -1,4 +1,4 @@
-"""Settings of every test: CPU unless asked otherwise, strict promotion, a compilation cache, and no silent skips.
+"""Settings of every test: CPU unless asked otherwise, strict promotion, checked annotations, a compilation cache, no silent skips.
 
 Environment:
   TRACE_JAX_TEST_GPU=1        run on the GPU, tests marked `gpu` included
@@ -21,10 +21,16 @@ if not ON_GPU:
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 REQUIRE_EXTRAS = os.environ.get("TRACE_JAX_REQUIRE_EXTRAS") == "1"
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / f"jax-{jax.__version__}"
+
+# The annotations of these packages are checked at every call, before any test can import them; an int may stand for a float.
+# Not through jaxtyping's pytest option, which cannot pass a setting to the checker when it names two packages.
+CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+jaxtyping.install_import_hook(["pallas_kernels", "trace_jax"], CHECKER)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -42,6 +48,14 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 def key() -> jax.Array:
     """A PRNG key, the same in every test."""
     return jax.random.key(2610)
+
+
+@pytest.fixture
+def unchecked() -> Generator[None, None, None]:
+    """Switches the run-time checks of annotations off: the test passes wrong arrays and sees what a user sees."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

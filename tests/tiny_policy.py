@@ -36,6 +36,8 @@ CONFIG = Qwen3MoeConfig(
     expert_hidden_size=32,
     max_position=128,
 )
+TIED = replace(CONFIG, tie_embeddings=True)
+BIASED = replace(CONFIG, attention_bias=True)
 LAYERS = tuple(range(CONFIG.num_layers))
 NEVER = (CONFIG.vocab_size + 1,)
 """A stop token that is never drawn."""
@@ -45,29 +47,35 @@ PLANS = {
     "nvfp4": rollout_plan("nvfp4", "nvfp4", "nvfp4", "nvfp4"),
     "mxfp4": rollout_plan("mxfp4", "mxfp4", "mxfp4", "mxfp4"),
     "per_token": rollout_plan("nvfp4", "nvfp4", "nvfp4", "nvfp4", per_token=True),
+    "fp8": rollout_plan("fp8", "fp8", "fp8", "fp8"),
 }
 FORWARD_ROWS, FORWARD_LENGTH = 8, 48
 
 
-def policy(compute_dtype: str = "bfloat16") -> Policy:
+def policy(compute_dtype: str = "bfloat16", config: Qwen3MoeConfig = CONFIG) -> Policy:
     """The policy; its parameters do not depend on the compute dtype."""
-    return Policy("qwen3_moe", CONFIG, compute_dtype)
+    return Policy("qwen3_moe", config, compute_dtype)
 
 
 @functools.cache
-def params(seed: int = 0) -> Params:
-    """Float32 masters whose output distribution is far from uniform."""
-    tree = init_params("qwen3_moe", CONFIG, jax.random.key(seed))
-    tree["lm_head"]["weight"] = tree["lm_head"]["weight"] * 6.0
+def params(seed: int = 0, config: Qwen3MoeConfig = CONFIG) -> Params:
+    """Float32 masters whose output distribution is far from uniform, with biases that matter."""
+    tree = init_params("qwen3_moe", config, jax.random.key(seed))
     tree["embed"]["weight"] = tree["embed"]["weight"] * 20.0
+    if not config.tie_embeddings:
+        tree["lm_head"]["weight"] = tree["lm_head"]["weight"] * 6.0
+    if config.attention_bias:
+        attention = tree["groups"][0]["attention"]
+        for index, name in enumerate(("q_bias", "k_bias", "v_bias", "o_bias")):
+            attention[name] = 0.5 * jax.random.normal(jax.random.key(seed + index), attention[name].shape)
     return tree
 
 
 @functools.cache
-def multipliers(seed: int = 0) -> Multipliers:
+def multipliers(seed: int = 0, config: Qwen3MoeConfig = CONFIG) -> Multipliers:
     """Static multipliers, the same for both compute dtypes."""
     rng = np.random.default_rng(seed)
-    return calibrate(policy(), params(seed), rng.integers(0, CONFIG.vocab_size, (8, 32)).tolist(), 1.5)
+    return calibrate(policy(config=config), params(seed, config), rng.integers(0, CONFIG.vocab_size, (8, 32)).tolist(), 1.5)
 
 
 def engine(
@@ -76,9 +84,10 @@ def engine(
     kind: RecordKind | Literal["none"] = "mantissa",
     max_batch: int | None = 8,
     seed: int | None = 0,
+    config: Qwen3MoeConfig = CONFIG,
 ) -> EmbeddedEngine:
     """An engine that records every site at every layer, with the weights of `seed` loaded unless it is None."""
-    made = EmbeddedEngine(policy(compute_dtype), plan, CaptureSpec(kind, RECORDED_SITES, LAYERS), max_batch)
+    made = EmbeddedEngine(policy(compute_dtype, config), plan, CaptureSpec(kind, RECORDED_SITES, LAYERS), max_batch)
     if seed is not None:
         sync(made, seed)
     return made
@@ -86,7 +95,8 @@ def engine(
 
 def sync(target: EmbeddedEngine, seed: int, version: int = 0) -> Any:
     """Sends the weights of `seed`."""
-    updates = layer_updates(target._policy, target._plan, params(seed), multipliers(seed))
+    config = target._policy.config
+    updates = layer_updates(target._policy, target._plan, params(seed, config), multipliers(seed, config))
     return target.update_weights(updates, version)
 
 
@@ -115,9 +125,17 @@ def _score(masters: Params, scales: Multipliers, batch: TrainBatch, *, spec: Obj
     return logp, entropy, output.own_routes
 
 
-def score(batch: TrainBatch, plan: QuantPlan, compute_dtype: str = "bfloat16", seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def score(
+    batch: TrainBatch,
+    plan: QuantPlan,
+    compute_dtype: str = "bfloat16",
+    config: Qwen3MoeConfig = CONFIG,
+    masters: Params | None = None,
+    scales: Multipliers | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities `[B, T]` of the trainer's forward, and the routes its router would have chosen."""
-    logp, _, own = _score(params(seed), multipliers(seed), batch, spec=ObjectiveSpec(policy(compute_dtype), plan))
+    spec = ObjectiveSpec(policy(compute_dtype, config), plan)
+    logp, _, own = _score(masters or params(0, config), scales or multipliers(0, config), batch, spec=spec)
     return np.asarray(logp), np.asarray(own)
 
 

@@ -119,8 +119,11 @@ def _template(path: str, config: Mapping[str, Any]) -> Any:
         source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
     if os.path.isfile(os.path.join(path, "chat_template.jinja")):
         where = "chat_template.jinja"
-        with open(os.path.join(path, where), encoding="utf-8") as file:
-            source = file.read()
+        try:
+            with open(os.path.join(path, where), encoding="utf-8") as file:
+                source = file.read()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{os.path.join(path, where)} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     if not source:
         return None
     try:
@@ -138,7 +141,7 @@ def _template(path: str, config: Mapping[str, Any]) -> Any:
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise UserError(f"{os.path.join(path, where)}: the chat template is not valid ({error})") from error
+        raise UserError(f"{os.path.join(path, where)}: the chat template is not valid ({error}); mend it") from error
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:

@@ -42,17 +42,17 @@ def main(arguments: Sequence[str]) -> int:
     paths = [text for text in arguments if "=" not in text]
     overrides = [text for text in arguments if "=" in text]
     config_path = Path(paths[0]) if paths else DEFAULT_CONFIG
+    config = load(config_path, overrides)
+    check_for_training(config)
     root = _fresh_directory(Path("runs"), config_path.stem)
     started = time.perf_counter()
     cold = root / "cold-start"
     cold.mkdir(parents=True)
-    config = load(config_path, overrides)
     print(f"1. cold start on worked answers -> {cold}", flush=True)
     run_sft(config, cold, _every(20, ("sft/loss", "sft/pass_at_1")))
     trained = root / "train"
     trained.mkdir()
     config = load(config_path, [*overrides, f"model.source={cold}"])
-    check_for_training(config)
     print(f"2. RL, method {config.method}, {config.steps} steps -> {trained}", flush=True)
     run_training(config, trained, report=_every(20, ("reward/mean", "reward/pass_rate", "rollout_corr/k3_kl", "time/step")))
     summary = summarise(read_metrics(trained), config.eval.split) | {"seed": config.seed, "seconds": time.perf_counter() - started}
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         trained,
         {
             "title": f"{config.task.name}, method {config.method}, seed {config.seed}",
-            "subtitle": "reward: held-out prompts, FP4 weights, activations and KV cache in the rollout",
+            "subtitle": "rollout with FP4 weights, activations and KV cache; trained with guided rounding",
             "before": summary["before"],
             "after": summary["after"],
             "reward_label": "pass@1, held out, FP4 rollout",

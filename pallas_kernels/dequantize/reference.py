@@ -25,5 +25,6 @@ def dequantize(
     """The values, each exact in bfloat16, in `dtype`."""
     count = scales.shape[-1]
     nibbles = interleave_nibbles(pad_last(codes, count * fmt.block // 2)).reshape((*scales.shape, fmt.block))
-    factor, pre = decode_terms(scales[..., None].astype(jnp.int32), per_block(multiplier))
+    multiplier = None if multiplier is None else per_block(multiplier)
+    factor, pre = decode_terms(scales[..., None].astype(jnp.int32), multiplier)
     return join_blocks(signed_value(e2m1_magnitude(nibbles & 7), nibbles << 28, factor, pre), size).astype(dtype)

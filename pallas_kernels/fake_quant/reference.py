@@ -19,5 +19,6 @@ def fake_quant(x: Float[Array, "*rows d"], multiplier: Float[Array, "*#rows"] | 
     blocks = split_blocks(x, fmt)
     magnitudes = magnitude_bits(blocks)
     amax = jnp.max(magnitudes, axis=-1, keepdims=True)
-    value, factor, pre = nearest_terms(magnitudes, amax, per_block(multiplier), fmt, ladder)
+    multiplier = None if multiplier is None else per_block(multiplier)
+    value, factor, pre = nearest_terms(magnitudes, amax, multiplier, fmt, ladder)
     return join_blocks(signed_value(value, float_bits(blocks), factor, pre), x.shape[-1]).astype(x.dtype)

@@ -30,7 +30,7 @@ def guided_fake_quant(
     record = _unpacked(data, blocks.shape, kind)
     scales = scales[..., None].astype(jnp.int32)
     amax = jnp.max(magnitude_bits(blocks), axis=-1, keepdims=True)
-    own, rollout = per_block(multiplier), per_block(rollout_multiplier)
+    own, rollout = (None if each is None else per_block(each) for each in (multiplier, rollout_multiplier))
     value, factor, pre = guided_terms(blocks, amax, record, scales, per_block(valid), own, rollout, kind, fmt, ladder)
     return join_blocks(signed_value(value, float_bits(blocks), factor, pre), x.shape[-1]).astype(x.dtype)
 

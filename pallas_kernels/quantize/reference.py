@@ -21,7 +21,7 @@ def quantize(
     blocks = split_blocks(x, fmt)
     magnitudes = magnitude_bits(blocks)
     amax = jnp.max(magnitudes, axis=-1, keepdims=True)
-    scales, gain, step = encode_block(amax, per_block(multiplier))
+    scales, gain, step = encode_block(amax, None if multiplier is None else per_block(multiplier))
     index = nearest_index(bits_float(magnitudes) * gain, step, fmt)
     # Code 8 would be -0: the sign goes only onto a code above zero.
     codes = jnp.where((index > 0) & (float_bits(blocks) < 0), index + 8, index)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,16 +17,10 @@ from trace_jax.cli.common import json_output, split_names, to_json
 from trace_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def program(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-    return subprocess.run(
-        [sys.executable, "-m", "trace_jax", *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
-    )
-
-
-def test_help_lists_every_command() -> None:
+def test_help_lists_every_command(program: Program) -> None:
     result = program("--help")
     assert result.returncode == 0 and result.stderr == ""
     for name in COMMANDS:
@@ -77,7 +70,7 @@ def test_user_errors_are_one_line_and_exit_2(arguments: list[str], part: str, tm
     assert shown.out == ""
 
 
-def test_a_refused_run_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_refused_run_leaves_nothing_behind(tmp_path: Path, program: Program) -> None:
     result = program("train", str(ROOT / "configs/quickstart.yaml"), "steps=0", cwd=tmp_path)
     assert result.returncode == 2 and result.stderr.startswith("error: steps is 0") and "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
@@ -99,6 +92,10 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
         capsys.readouterr().err
         == "error: no space left on the device while writing runs/x/metrics.jsonl; free some space or choose another folder\n"
     )
+    assert run(raising(NotADirectoryError(errno.ENOTDIR, "Not a directory", "file/x"))) == 2
+    assert capsys.readouterr().err == "error: file/x: Not a directory; choose another path, or change its permissions\n"
+    assert run(raising(PermissionError(errno.EACCES, "Permission denied", Path("runs")))) == 2
+    assert capsys.readouterr().err.startswith("error: runs: Permission denied; ")
     assert run(raising(KeyboardInterrupt())) == 1
     assert capsys.readouterr().err == "interrupted\n"
     assert run(raising(SystemExit(3))) == 3
@@ -126,10 +123,15 @@ def test_a_real_full_device() -> None:
     assert result.returncode == 2 and result.stderr.startswith("error: no space left") and result.stderr.count("\n") == 1
 
 
-def test_a_closed_pipe_is_no_traceback() -> None:
-    command = f"{sys.executable} -m trace_jax --help | true; echo ${{PIPESTATUS[0]}}"
+MUCH = "import sys; from trace_jax.cli.app import run; sys.exit(run(lambda: print('line\\n' * 200_000)))"
+"""More output than a pipe holds, so that the writer always meets the closed end."""
+
+
+@pytest.mark.parametrize(("program", "codes"), [(f'-c "{MUCH}"', {"1"}), ("-m trace_jax --help", {"0", "1"})])
+def test_a_closed_pipe_is_no_traceback(program: str, codes: set[str]) -> None:
+    command = f"{sys.executable} {program} | head -1 >/dev/null; echo ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.stderr == "" and result.stdout.strip() in ("0", "1")
+    assert result.stderr == "" and result.stdout.strip() in codes
 
 
 def test_every_command_function_exists() -> None:

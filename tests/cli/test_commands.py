@@ -14,38 +14,6 @@ from trace_jax.cli.app import main
 from trace_jax.models.hf import save_hf_directory
 from trace_jax.train.checkpoint import load_policy
 
-CONFIG = """
-method: trace
-tokenizer: ascii
-model:
-  compute_dtype: fp32
-  config: {hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, num_experts: 4, experts_per_token: 2,
-           expert_hidden_size: 32, max_position: 32}
-task:
-  name: "reasoning_gym:spell_backward"
-  params: {min_word_len: 3, max_word_len: 4, size: 300}
-  question_pattern: '(\\S+)$'
-  reward: char_match
-rollout: {group_size: 4, prompts_per_step: 2, max_new_tokens: 6}
-guidance: {audit: {every: 1, sequences: 2}}
-train: {micro_batch_tokens: 128, remat: false, unguided_every: 1}
-eval: {every: 2, max_prompts: 4}
-calibration: {prompts: 4}
-sft: {steps: 10, batch_size: 16, eval_every: 10, max_prompts: 4}
-steps: 2
-loggers: []
-"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `config.yaml`, the cold start `sft` and the trained run `run`."""
-    path = tmp_path_factory.mktemp("commands")
-    (path / "config.yaml").write_text(CONFIG)
-    assert main(["sft", str(path / "config.yaml"), "--out", str(path / "sft")]) == 0
-    assert main(["train", str(path / "config.yaml"), f"model.source={path / 'sft'}", "--out", str(path / "run")]) == 0
-    return path
-
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
     """Runs a command with --json; stdout must be exactly one JSON object."""
@@ -141,6 +109,13 @@ def test_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "guidance record per token" in capsys.readouterr().out and sorted(folder.iterdir()) == before
 
 
+def test_dry_run_refuses_before_it_prints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["train", str(folder / "config.yaml"), "--dry-run", "guidance.layers=[9]"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and "guidance.layers is [9], but the model has 2 layers" in shown.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -148,6 +123,18 @@ def test_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]
         (["mismatch", "{run}", "--methods", "magic"], "--methods 'magic' is unknown"),
         (["mismatch", "{run}", "--engine", "vllm"], "--engine 'vllm'"),
         (["mismatch", "{run}", "--cache", "{run}/none"], "no such folder"),
+        (["mismatch", "{run}", "--cache", "{run}", "--split", "test"], "--cache brings its own answers"),
+        (["mismatch", "{run}", "--precisions", "fp8", "--methods", "trace"], "none of them makes sense at precision fp8"),
+        (["rollout", "{run}", "--out", "{run}/config.yaml/none.jsonl"], "config.yaml is not a folder that you may write to"),
+        (["rollout", "{run}", "--out", "{run}/none", "--save-cache", "{run}/config.yaml"], "config.yaml is not an empty folder"),
+        (["rollout", "{run}", "--out", "{run}/none", "--save-cache", "{run}/config.yaml/none"], "config.yaml is not a folder"),
+        (["train", "{run}/../config.yaml", "--out", "{run}/config.yaml/none"], "config.yaml is not a folder that you may write to"),
+        (["sft", "{run}/../config.yaml", "--out", "{run}/config.yaml"], "config.yaml is a file"),
+        (["train", "{run}"], "is a folder; give the YAML file in it"),
+        (["eval", "{run}/config.yaml"], "neither a run directory"),
+        (["report", "{run}/config.yaml"], "not a run directory"),
+        (["report", "{run}", "--out", "{run}/config.yaml/none.html"], "config.yaml is not a folder that you may write to"),
+        (["import", "{run}/config.yaml", "{run}/none"], "is not a directory"),
         (["eval", "{run}/none"], "no such file or directory"),
         (["train", "{run}/../config.yaml", "--out", "{run}"], "is not empty"),
         (["train", "{run}/../config.yaml", "--out", "{run}/none", "--resume"], "nothing to resume"),

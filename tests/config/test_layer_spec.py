@@ -34,6 +34,7 @@ def test_layers_the_model_does_not_have(spec: str | list[int]) -> None:
 
 
 @pytest.mark.parametrize("spec", ["half", "last:", "last:-1", "last:0", "first:x", "", [], [1, 1], [-1], [True], [1.0], 3, None, ["1"]])
+@pytest.mark.usefixtures("unchecked")
 def test_outside_the_grammar(spec: object) -> None:
     with pytest.raises(ValueError):
         parse_layers(spec)

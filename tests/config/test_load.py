@@ -79,7 +79,7 @@ def test_values_are_not_changed_by_overrides() -> None:
         ("group_size=3", ["group_size", "did you mean rollout.group_size?"]),
         ("clip_hihg=1", ["did you mean algorithm.clip_high?"]),
         ("steps.x=3", ["steps.x", "not a known key"]),
-        ("zzzqqq=3", ["zzzqqq", "not a known key"]),
+        ("zzzqqq=3", ["zzzqqq", "not a known key", "train CONFIG --dry-run then prints every key"]),
         ("rollout.group_size=many", ["rollout.group_size is many", "whole number"]),
         ("rollout.group_size=2.0", ["whole number"]),
         ("rollout.group_size=true", ["whole number"]),
@@ -129,6 +129,23 @@ def test_a_method_on_the_command_line_is_not_undone_by_the_file() -> None:
     assert "method=qat" in message and "train_quant.activations" in message and "guided" in message
     assert from_mapping(resolved, ["method=qat", "train_quant={}", "guidance.record=none"]).guidance.record == "none"
     assert from_mapping(resolved, ["method=trace"]).method == "trace"
+
+
+TASK: dict[str, Any] = {"name": "jsonl:a", "params": {"test": "b"}, "question_pattern": "(x)", "reward": "exact"}
+
+
+def test_another_task_on_the_command_line_starts_from_the_defaults() -> None:
+    defaults = from_mapping(BASE).task
+    changed = from_mapping(BASE | {"task": TASK}, ["task.params.size=5", "task.name=reasoning_gym:gcd"]).task
+    assert changed == defaults.model_copy(update={"name": "reasoning_gym:gcd", "params": {"size": 5}})
+    assert from_mapping(BASE | {"task": {"params": {"size": 5}}}, ["task.name=reasoning_gym:gcd"]).task.params == {}
+
+
+@pytest.mark.parametrize("overrides", [["task.name=jsonl:a"], ["task.reward=exact"]])
+def test_the_same_task_on_the_command_line_keeps_the_section(overrides: list[str]) -> None:
+    assert from_mapping(BASE | {"task": TASK}, overrides).task.model_dump(exclude_unset=True) == TASK
+    default = BASE | {"task": {"params": {"size": 5}}}
+    assert from_mapping(default, ["task.name=reasoning_gym:chain_sum"]).task.params == {"size": 5}
 
 
 @pytest.mark.parametrize(

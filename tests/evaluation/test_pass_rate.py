@@ -29,6 +29,14 @@ def test_wilson_at_the_ends_stays_open_on_one_side(value, expected):
     assert pass_interval(correct, np.ones_like(correct)) == pytest.approx(expected, abs=2e-6)
 
 
+@pytest.mark.parametrize("value", [False, True])
+def test_no_interval_leaves_the_unit_range(value):
+    for n in range(1, 200):
+        correct = np.full((n, 1), value)
+        _, low, high = pass_interval(correct, np.ones_like(correct))
+        assert 0 <= low <= high <= 1
+
+
 def test_answers_to_one_prompt_are_not_independent():
     """Two prompts solved always, two never: the interval is that of 4 prompts, not of 4 x 50 answers."""
     correct = np.repeat(column(True, True, False, False), 50, axis=1)

@@ -1,4 +1,4 @@
-"""GuidanceCache: what goes in comes out, or is missing and counted."""
+"""GuidanceCache in memory and in a folder: what goes in comes out, or is missing and counted."""
 
 # The attachments (routes, guidance, audit) are optional in the types and present in these batches.
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
@@ -11,7 +11,7 @@ from ragged_batches import assert_same, random_trajectories
 
 from trace_jax.errors import UserError
 from trace_jax.guidance.cache import GuidanceCache
-from trace_jax.guidance.cache_index import INDEX_NAME, data_files
+from trace_jax.guidance.cache_index import data_files
 from trace_jax.rollout import Trajectories
 
 PLENTY = 1 << 24
@@ -135,84 +135,6 @@ def test_evict_drops_samples_and_empty_batches(folder):
         assert not data_files(folder)
 
 
-def test_restart_continues(tmp_path):
-    batches = [random_trajectories([4, 1], seed, first_id=10 * seed, audit=True) for seed in range(3)]
-    cache = open_cache(tmp_path)
-    for batch in batches:
-        cache.put(batch)
-    again = GuidanceCache.open(tmp_path)
-    assert again.stats().budget_bytes == PLENTY and again.stats().samples == 6
-    assert_same(again.get([10, 11]), batches[1])
-    again.put(random_trajectories([2], 9, first_id=90))
-    assert set(GuidanceCache.open(tmp_path).keys().tolist()) == {0, 1, 10, 11, 20, 21, 90}
-
-
-def test_opening_does_not_write_when_nothing_changed(tmp_path):
-    open_cache(tmp_path).put(random_trajectories([4]))
-    before = (tmp_path / INDEX_NAME).stat().st_mtime_ns
-    GuidanceCache.open(tmp_path).get([0])
-    assert (tmp_path / INDEX_NAME).stat().st_mtime_ns == before
-
-
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "swap"])
-@pytest.mark.parametrize("when", ["before_open", "after_open"])
-def test_damage_is_missing_never_wrong(tmp_path, damage, when):
-    batches = [random_trajectories([4, 1], seed, first_id=10 * seed) for seed in range(3)]
-    cache = open_cache(tmp_path)
-    for batch in batches:
-        cache.put(batch)
-    if when == "after_open":
-        cache = GuidanceCache.open(tmp_path)
-    victim, other = sorted(tmp_path.glob("batch-*"))[1:]
-    content = bytearray(victim.read_bytes())
-    if damage == "flip":
-        content[len(content) // 2] ^= 1
-    if damage == "delete":
-        victim.unlink()
-    else:
-        victim.write_bytes({"flip": content, "truncate": content[:-1], "swap": other.read_bytes()}[damage])
-    if when == "before_open":
-        cache = GuidanceCache.open(tmp_path)
-    assert_same(cache.get([0, 1, 10, 11, 20, 21]), Trajectories.concat([batches[0], batches[2]]))
-    stats = cache.stats()
-    assert (stats.missing, stats.damaged, stats.samples) == (2, 2, 4)
-    assert len(data_files(tmp_path)) == 2
-    assert cache.get([10]).num_sequences == 0  # gone for good, until it is generated again
-    cache.put(batches[1])
-    assert_same(cache.get([10, 11]), batches[1])
-
-
-@pytest.mark.parametrize("damage", ["absent", "half", "flip"])
-def test_a_lost_index_is_rebuilt_from_the_data(tmp_path, damage):
-    batches = [random_trajectories([4, 1], seed, first_id=10 * seed) for seed in range(2)]
-    cache = open_cache(tmp_path)
-    for batch in batches:
-        cache.put(batch)
-    index = tmp_path / INDEX_NAME
-    text = index.read_text()
-    if damage == "absent":
-        index.unlink()
-    else:
-        index.write_text(text[: len(text) // 2] if damage == "half" else text.replace("[11, 1]", "[12, 1]"))
-    again = GuidanceCache.open(tmp_path)
-    assert_same(again.get([0, 1, 10, 11]), Trajectories.concat(batches))
-    assert GuidanceCache.open(tmp_path).stats().samples == 4
-
-
-def test_a_crash_between_data_and_index_loses_nothing(tmp_path):
-    cache = open_cache(tmp_path)
-    cache.put(random_trajectories([4, 1], 0, first_id=0))
-    old_index = (tmp_path / INDEX_NAME).read_bytes()
-    newer = random_trajectories([3], 1, first_id=1)
-    cache.put(newer)
-    (tmp_path / INDEX_NAME).write_bytes(old_index)
-    (tmp_path / "batch-00000009.safetensors").write_bytes(b"half")  # not written by write_atomic, still survived
-    again = GuidanceCache.open(tmp_path)
-    assert sorted(again.keys().tolist()) == [0, 1]
-    assert_same(again.get([1]), newer)
-    assert len(data_files(tmp_path)) == 2
-
-
 def test_convert_makes_the_record_smaller(folder):
     batch = random_trajectories([4, 1, 3], guidance="codes", audit=True)
     cache = open_cache(folder)
@@ -232,25 +154,3 @@ def test_convert_makes_the_record_smaller(folder):
         assert len(data_files(folder)) == 1
     cache.put(random_trajectories([2], 4, first_id=50, layer_ids=(3,)))
     assert cache.stats().samples == 3
-
-
-def test_an_interrupted_convert_leaves_the_old_form(tmp_path):
-    batch = random_trajectories([4], guidance="codes")
-    cache = open_cache(tmp_path)
-    cache.put(batch)
-    saved = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    cache.convert("mantissa")
-    for name, content in saved.items():  # the new file is there, the index was not switched yet
-        (tmp_path / name).write_bytes(content)
-    assert len(data_files(tmp_path)) == 2
-    assert_same(GuidanceCache.open(tmp_path).get([0]), batch)
-    assert len(data_files(tmp_path)) == 1
-
-
-def test_no_cache_and_other_versions_are_named(tmp_path):
-    with pytest.raises(UserError, match="no guidance cache in .*nothing"):
-        GuidanceCache.open(tmp_path / "nothing")
-    assert not (tmp_path / "nothing").exists()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot make the cache folder"):
-        GuidanceCache.open(tmp_path / "file" / "inside", PLENTY)

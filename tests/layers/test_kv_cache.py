@@ -34,6 +34,13 @@ def test_kv_05_bytes_equal_the_estimate(head_dim):
     assert per_token == 2 * L * B * S * 4
 
 
+def test_kv_06_keys_and_values_have_their_own_format():
+    cache = init_cache(L, B, S, K, 32, rollout_plan("bf16", "bf16", "nvfp4", "bf16"), jnp.dtype("bfloat16"))
+    assert (cache.k.format, cache.v.format) == ("nvfp4", "bf16")
+    assert cache.k.data.dtype == jnp.uint8 and cache.k.scales is not None
+    assert cache.v.data.dtype == jnp.bfloat16 and cache.v.scales is None
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "fp8", "nvfp4", "mxfp4", "per_token"])
 @pytest.mark.parametrize("head_dim", [24, 32])
 def test_what_is_read_equals_what_was_rounded(fmt, head_dim):

@@ -123,6 +123,12 @@ def test_console_prints_one_line_a_step_on_the_given_console(tmp_path):
     assert text.split() == "step 12 loss 0.5100 reward 0.250 kl 1.2e-04 grad nan eval validation 0.500".split()
 
 
+def test_console_shows_the_cold_start(tmp_path, capsys):
+    with open_writers(tmp_path, ["console"]) as log:
+        log.write(10, {"sft/loss": 1.25, "sft/pass_at_1": 0.5, "grad_norm": 2.0})
+    assert capsys.readouterr().err.split() == "step 10 loss 1.2500 pass 0.500 grad 2".split()
+
+
 def test_console_goes_to_stderr_by_default(tmp_path, capsys):
     with open_writers(tmp_path, ["console"]) as log:
         log.write(1, {"loss": 1.0})

@@ -146,7 +146,7 @@ def test_kl_of_zero_is_not_called_missing():
     both = [row | {unguided: 1e-3} for row in zeros]
     axes = axes_of(panel("KL of rollout and trainer").draw, [Run("run", both)])
     assert axes.get_yscale() == "log"
-    assert axes.get_legend_handles_labels()[1] == ["guided forward: 0 at every step", "unguided forward"]
+    assert axes.get_legend_handles_labels()[1] == ["guided forward: always 0", "unguided forward"]
 
 
 def test_mis_07_the_curve_is_named_for_the_forward_and_the_summary_is_a_median():

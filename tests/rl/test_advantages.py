@@ -75,6 +75,7 @@ def test_nan_reward_is_neither_a_wrong_answer_nor_counted():
     np.testing.assert_array_equal(group_advantages(f32(1, math.nan), i64(0, 0)), f32(0, 0))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_infinite_reward_and_shapes_are_refused():
     with pytest.raises(UserError, match="sequence 1 is infinite"):
         group_advantages(f32(0, math.inf), i64(0, 0))

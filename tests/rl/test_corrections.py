@@ -38,6 +38,7 @@ def test_a_nan_on_a_sampled_token_is_not_hidden():
     assert np.isnan(rollout_weights(LOGP_OLD, LOGP_ROLLOUT, jnp.ones_like(MASK))[1, 1])
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="'none' or 'tis'"):
         rollout_weights(LOGP_OLD, LOGP_ROLLOUT, MASK, kind="mis")  # type: ignore[arg-type]

@@ -109,6 +109,40 @@ def test_positions_count_sampled_tokens_from_zero():
     np.testing.assert_array_equal(answer_positions(mask), [[-1, 0, 1, -1, 2], [-1] * 5])
 
 
+def packed(x, fill):
+    """The three rows of the hand-computed case one after the other in one row of twelve, padding in between."""
+    return jnp.pad(x, ((0, 0), (0, 1)), constant_values=fill).reshape(1, 12)
+
+
+SEGMENTS = jnp.array([[1, 1, 1, 0, 2, 2, 2, 0, 3, 3, 3, 0]], jnp.int32)
+
+
+def test_sync_18_packed_rows_give_the_figures_of_their_sequences():
+    arrays = packed(LOGP_TRAIN, jnp.nan), packed(LOGP_ROLLOUT, jnp.nan), packed(MASK, False)
+    figures = finalize(jitted_stats(*arrays, SEGMENTS))
+    assert figures == pytest.approx(EXPECTED, rel=2e-6)
+    # Control: taken as one sequence the row has |mean d| = 3 ln 2 / 4.
+    wrong = finalize(jitted_stats(*arrays))["rollout_corr/log_ppl_abs_diff"]
+    assert wrong == pytest.approx(3 * LN(2) / 4) and wrong < 0.6 * figures["rollout_corr/log_ppl_abs_diff"]
+
+
+def test_a_row_full_of_one_token_sequences_has_a_slot_for_each():
+    gap = jnp.asarray([[1.0, 2.0, 3.0, 4.0], [0.0, 5.0, 0.0, 0.0]], jnp.float32)
+    segments = jnp.array([[1, 2, 3, 4], [1, 2, 3, 4]], jnp.int32)
+    figures = finalize(jitted_stats(gap, jnp.zeros_like(gap), jnp.ones_like(gap, bool), segments))
+    assert figures["rollout_corr/log_ppl_abs_diff"] == pytest.approx(15 / 8)
+
+
+def test_positions_restart_with_each_packed_sequence():
+    mask = jnp.array([[False, True, True, True, False, False, True, False], [True] * 8])
+    segments = jnp.array([[1, 1, 1, 2, 2, 3, 3, 0], [1, 2, 3, 3, 3, 4, 4, 4]], jnp.int32)
+    np.testing.assert_array_equal(answer_positions(mask, segments), [[-1, 0, 1, 0, -1, -1, 0, -1], [0, 0, 0, 1, 2, 0, 1, 2]])
+    unpacked = position_gap_stats(LOGP_TRAIN, LOGP_ROLLOUT, MASK, num_positions=3)
+    arrays = packed(LOGP_TRAIN, jnp.nan), packed(LOGP_ROLLOUT, jnp.nan), packed(MASK, False)
+    stats = position_gap_stats(*arrays, SEGMENTS, num_positions=3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), stats, unpacked)
+
+
 def test_gap_by_position_hand_computed():
     # Row 0 has positions 0 1 2 with d = ln 2, 0, -ln 2; row 1 has position 0 with d = ln 8. P = 4: the last stays empty.
     function = jax.jit(position_gap_stats, static_argnames="num_positions")

@@ -11,25 +11,39 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_policy as tiny
 
+from trace_jax.quantization.calibration import calibrate
+from trace_jax.quantization.plan import UNQUANTIZED
 from trace_jax.rollout import generate
-from trace_jax.train.objective import without_guidance
+from trace_jax.rollout.weight_sync import layer_updates
+from trace_jax.train.objective import ObjectiveSpec, objective_and_gradient, without_guidance
 
+PLAN = tiny.PLANS["nvfp4"]
 TEMPERATURES = (0.7, 1.0, 1.3, 0.0)
 """One wave mixes them: rows i % 4."""
 
 
-def run(plan_name, compute_dtype):
-    plan = tiny.PLANS[plan_name]
-    wave = [replace(request, temperature=TEMPERATURES[i % 4]) for i, request in enumerate(tiny.requests())]
-    trajectories = generate(tiny.engine(plan, compute_dtype, kind="codes"), wave)
+VARIANTS = {"tied": tiny.TIED, "biased": tiny.BIASED}
+"""Other models, under NVFP4; every other case is the plain model under the plan of that name."""
+
+
+def case(name):
+    """Plan and model config."""
+    return tiny.PLANS["nvfp4" if name in VARIANTS else name], VARIANTS.get(name, tiny.CONFIG)
+
+
+def run(name, compute_dtype, wave=None):
+    plan, config = case(name)
+    wave = wave or [replace(request, temperature=TEMPERATURES[i % 4]) for i, request in enumerate(tiny.requests())]
+    trajectories = generate(tiny.engine(plan, compute_dtype, kind="codes", config=config), wave)
     trajectories.validate()
     batch = tiny.batch_of(trajectories)
-    logp, own = tiny.score(batch, tiny.guided(plan), compute_dtype)
+    logp, own = tiny.score(batch, tiny.guided(plan), compute_dtype, config)
     return trajectories, batch, logp, own
 
 
@@ -57,19 +71,85 @@ def controls(batch):
     return moved
 
 
-@pytest.mark.parametrize("plan_name", ["bf16", "nvfp4", "mxfp4", "per_token"])
-def test_mis_04_logp_02_float32_log_probs_and_routes_are_those_of_the_trainer(plan_name):
+@pytest.mark.parametrize("name", [*tiny.PLANS, *VARIANTS])
+def test_mis_04_logp_02_float32_log_probs_and_routes_are_those_of_the_trainer(name):
     """Rows have temperatures 0.7, 1, 1.3 and greedy: the engine reports log-probs after the temperature (LOGP-01)."""
-    plan = tiny.PLANS[plan_name]
-    _, batch, logp, own = run(plan_name, "float32")
+    plan, config = case(name)
+    _, batch, logp, own = run(name, "float32")
     assert tiny.gap(batch, logp).max() <= 1e-4
     routed = np.asarray(batch.routes).min(-1) >= 0
     np.testing.assert_array_equal(np.sort(own, -1)[routed], np.sort(np.asarray(batch.routes), -1)[routed])
     free = replace(without_guidance(batch), routes=jnp.full_like(np.asarray(batch.routes), -1))
-    assert tiny.gap(batch, tiny.score(free, tiny.guided(plan), "float32")[0]).max() <= 1e-4  # own rounding, own routes
-    for name, control in controls(batch).items():
-        wrong = tiny.gap(batch, tiny.score(control, tiny.guided(plan), "float32")[0])
-        assert wrong.max() > 0.05 and wrong.mean() > 1e-3, (name, wrong.mean(), wrong.max())
+    assert tiny.gap(batch, tiny.score(free, tiny.guided(plan), "float32", config)[0]).max() <= 1e-4  # own rounding, own routes
+    for what, control in controls(batch).items():
+        wrong = tiny.gap(batch, tiny.score(control, tiny.guided(plan), "float32", config)[0])
+        assert wrong.max() > 0.05 and wrong.mean() > 1e-3, (what, wrong.mean(), wrong.max())
+    if plan != UNQUANTIZED:
+        unrounded = tiny.gap(batch, tiny.score(replace(batch, guides=None), UNQUANTIZED, "float32", config)[0])
+        assert unrounded.max() > 0.05 and unrounded.mean() > 1e-3, (unrounded.mean(), unrounded.max())
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_the_other_models_are_other_models(variant):
+    """Scored with the plain model's head, or without the biases, the answers are far off."""
+    _, batch, _, _ = run(variant, "float32")
+    masters = tiny.params(0, VARIANTS[variant])
+    group = masters["groups"][0]
+    if variant == "tied":
+        masters = masters | {"lm_head": tiny.params()["lm_head"]}
+    else:
+        plain = {key: value for key, value in group["attention"].items() if not key.endswith("_bias")}
+        masters = masters | {"groups": {0: group | {"attention": plain}}}
+    logp, _ = tiny.score(batch, tiny.guided(PLAN), "float32", masters=masters, scales=tiny.multipliers(0, VARIANTS[variant]))
+    assert tiny.gap(batch, logp).mean() > 0.2
+
+
+def test_an_answer_generated_alone_is_that_of_the_trainer():
+    """One request: the wave is padded to two rows, which compile to another program."""
+    trajectories, batch, logp, _ = run("nvfp4", "float32", tiny.requests()[3:4])
+    assert trajectories.num_sequences == 1 and tiny.gap(batch, logp).max() <= 1e-4
+    for what, control in controls(batch).items():
+        wrong = tiny.gap(batch, tiny.score(control, tiny.guided(PLAN), "float32")[0])
+        assert wrong.max() > 0.05, (what, wrong.max())
+
+
+def test_the_gradient_program_has_the_log_probs_of_the_engine_with_and_without_remat():
+    """Training reports the log-probs of the program that also computes the gradient, with layers recomputed or not."""
+    _, batch, _, _ = run("nvfp4", "float32")
+    batch = replace(batch, advantages=jnp.sin(batch.tokens.astype(jnp.float32)))
+    shifted = tiny.with_guides(batch, lambda site: replace(site, data=tiny.shifted(site.data), scales=tiny.shifted(site.scales)))
+    gradients = []
+    for remat in (False, True):
+        spec = ObjectiveSpec(replace(tiny.policy("float32"), remat=remat), tiny.guided(PLAN))
+        total = jnp.float32(np.asarray(batch.sampled).sum())
+        gradient, logp, _ = objective_and_gradient(tiny.params(), tiny.multipliers(), batch, total, spec=spec)
+        assert tiny.gap(batch, np.asarray(logp)).max() <= 1e-4
+        _, wrong, _ = objective_and_gradient(tiny.params(), tiny.multipliers(), shifted, total, spec=spec)
+        assert tiny.gap(batch, np.asarray(wrong)).mean() > 0.01
+        gradients.append(gradient)
+    scale = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(gradients[0]))
+    assert scale > 1e-3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale), *gradients)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8"])
+def test_mis_06_an_outlier_channel_is_not_clipped(name):
+    """One channel of V is 40 times the others: calibration covers it, and prefill, decode and the long forward agree."""
+    plan, group = tiny.PLANS[name], tiny.params()["groups"][0]
+
+    def with_channel(factor):
+        attention = group["attention"]
+        louder = attention | {"v_proj": attention["v_proj"].at[:, 5].multiply(factor)}
+        return tiny.params() | {"groups": {0: group | {"attention": louder}}}
+
+    masters, rng = with_channel(40.0), np.random.default_rng(0)
+    scales = calibrate(tiny.policy(), masters, rng.integers(0, tiny.CONFIG.vocab_size, (8, 32)).tolist(), 1.5)
+    engine = tiny.engine(plan, "float32", kind="codes", seed=None)
+    engine.update_weights(layer_updates(tiny.policy("float32"), plan, masters, scales), 0)
+    batch = without_guidance(tiny.batch_of(generate(engine, tiny.requests())))
+    assert tiny.gap(batch, tiny.score(batch, tiny.guided(plan), "float32", masters=masters, scales=scales)[0]).max() <= 1e-4
+    clipped = tiny.score(batch, tiny.guided(plan), "float32", masters=with_channel(10.0), scales=scales)[0]
+    assert tiny.gap(batch, clipped).mean() > 0.01
 
 
 @pytest.mark.parametrize("plan_name", ["nvfp4", "mxfp4", "per_token"])
@@ -88,14 +168,15 @@ def test_mis_05_float32_codes_of_decode_are_those_of_one_long_forward(plan_name)
         assert np.mean(np.asarray(guide.data)[:, valid][:, 1:] == captured[name].codes[:, valid][:, :-1]) < 0.5  # the control
 
 
-@pytest.mark.parametrize("plan_name", ["bf16", "nvfp4"])
-def test_bfloat16_log_probs_stay_within_the_tolerance(plan_name):
-    _, batch, logp, _ = run(plan_name, "bfloat16")
+@pytest.mark.parametrize("name", [name for name in tiny.PLANS if name != "fp8"])
+def test_bfloat16_log_probs_stay_within_the_tolerance(name):
+    """FP8 has no record to follow: its rounding flips with the last bits of BF16, so only float32 compares it (mean gap 0.017)."""
+    _, batch, logp, _ = run(name, "bfloat16")
     right = tiny.gap(batch, logp)
     assert right.mean() <= 0.01 and np.quantile(right, 0.99) <= 0.05
-    for name, control in controls(batch).items():
-        wrong = tiny.gap(batch, tiny.score(control, tiny.guided(tiny.PLANS[plan_name]))[0])
-        assert wrong.mean() > 0.05, (name, wrong.mean())
+    for what, control in controls(batch).items():
+        wrong = tiny.gap(batch, tiny.score(control, tiny.guided(tiny.PLANS[name]))[0])
+        assert wrong.mean() > 0.05, (what, wrong.mean())
 
 
 def test_decode_and_forward_are_bit_equal_under_the_xla_flag():

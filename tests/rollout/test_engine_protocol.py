@@ -135,6 +135,7 @@ def test_generate_refuses_doubled_and_foreign_samples():
         ({"top_k": -1}, "top_k"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_impossible_requests_are_refused(change, message):
     fields = {"sample_id": 3, "prompt_id": 0, "group": 0, "tokens": [1], "max_new_tokens": 4}
     with pytest.raises(UserError, match=f"request 3: .*{message}"):

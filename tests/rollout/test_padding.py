@@ -3,8 +3,6 @@
 # The attachments (routes, guidance, audit) are optional in the types and present in these batches.
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -97,6 +95,14 @@ def test_gather_returns_trainer_values_to_ragged_order():
     np.testing.assert_array_equal(padded.gather(values), [0, 1, 4, 5, 6])
 
 
+def test_scatter_is_the_reverse_of_gather():
+    batch = random_trajectories([3, 1, 2])
+    packed = pack_batch(batch, [[2, 1], [0]], 4, rows=3)
+    values = np.arange(1, 7, dtype=np.float32)
+    np.testing.assert_array_equal(packed.scatter(values, -1.0), [[1, 2, 3, -1], [4, 5, 6, -1], [-1] * 4])
+    np.testing.assert_array_equal(packed.gather(packed.scatter(values, 0.0)), values)
+
+
 def test_padding_works_on_views_of_layers_and_on_batches_without_records():
     batch = random_trajectories([3, 2])
     sliced = batch.replace(guidance=batch.guidance.take_layers([3]))
@@ -125,39 +131,51 @@ def test_what_does_not_fit_raises():
 )
 def test_plan_takes_every_sequence_once_and_few_shapes(lengths, tokens, buckets, multiple):
     plan = plan_micro_batches(lengths, tokens, buckets, multiple)
-    assert sorted(index for batch in plan for index in batch.indices) == list(range(len(lengths)))
-    assert plan == plan_micro_batches(np.asarray(lengths), tokens, list(reversed(buckets)), multiple)
-    for batch in plan:
-        assert 0 < len(batch.indices) <= batch.rows and batch.rows % multiple == 0
-        assert max(lengths[index] for index in batch.indices) <= batch.length
-        assert batch.rows * batch.length <= tokens or batch.rows == multiple
-        assert batch.rows - len(batch.indices) < math.lcm(16, multiple)
-    rows_of = {batch.length: batch.rows for batch in reversed(plan)}
-    assert all(rows_of[batch.length] == batch.rows for batch in plan[:-1])  # the shape of a full one follows from the length
-    assert all(length in buckets or length % max(buckets) == 0 for length in rows_of)
-    assert all(len(batch.indices) == batch.rows for batch in plan[:-1])  # only the last one has padding rows
-    ordered = [lengths[index] for batch in plan for index in batch.indices]
-    assert ordered == sorted(lengths, reverse=True)
+    bins = [members for micro in plan for members in micro.bins]
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths))) and all(bins)
+    assert plan == plan_micro_batches(np.asarray(lengths, np.int64), tokens, list(reversed(buckets)), multiple)
+    for micro in plan:
+        assert 0 < len(micro.bins) <= micro.rows and micro.rows % multiple == 0
+        assert max(sum(lengths[index] for index in members) for members in micro.bins) <= micro.length
+        assert micro.rows * micro.length <= tokens or micro.rows == multiple
+    assert len({micro.length for micro in plan}) <= 1  # one length: of the longest sequence, or its bucket
+    assert len({micro.rows for micro in plan[:-1]}) <= 1 and all(len(micro.bins) == micro.rows for micro in plan[:-1])
+    if plan:
+        longest = max(lengths)
+        assert plan[0].length in buckets or plan[0].length % max(buckets) == 0
+        assert plan[0].length >= longest and not any(longest <= bucket < plan[0].length for bucket in buckets)
+        # First fit: what begins a row found no room in any row before it.
+        used = [sum(lengths[index] for index in members) for members in bins]
+        assert all(used[i] + lengths[bins[j][0]] > plan[0].length for j in range(len(bins)) for i in range(j))
 
 
-def test_rows_are_capped_by_the_sequences_left():
-    """128 sequences where 170 rows would fit are not padded to 170; what is left over gets a multiple of 16."""
-    assert [batch.rows for batch in plan_micro_batches([90] * 128, 16384, [96])] == [128]
-    assert [batch.rows for batch in plan_micro_batches([90] * 171, 16384, [96])] == [170, 16]
-    assert [batch.rows for batch in plan_micro_batches([90] * 100, 16384, [96], row_multiple=3)] == [144]
+def test_short_sequences_share_a_row_the_longest_first():
+    plan = plan_micro_batches([3, 9, 2, 6, 4, 8], micro_batch_tokens=1000, buckets=[6, 12, 24])
+    assert plan == [([[1, 0], [5, 4], [3, 2]], 12, 16)]
+    assert plan_micro_batches([], 8, [16]) == []
+
+
+def test_rows_are_capped_by_the_rows_left():
+    """128 rows where 170 would fit are not padded to 170; what is left over gets a multiple of 16."""
+    assert [micro.rows for micro in plan_micro_batches([90] * 128, 16384, [96])] == [128]
+    assert [micro.rows for micro in plan_micro_batches([90] * 171, 16384, [96])] == [170, 16]
+    assert [micro.rows for micro in plan_micro_batches([90] * 100, 16384, [96], row_multiple=3)] == [168]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_batches_of_equal_size_share_few_shapes(seed):
+def test_batches_of_equal_size_share_few_shapes_and_waste_little(seed):
     rng = np.random.default_rng(seed)
-    plans = [plan_micro_batches(rng.integers(1, 97, 128), 4096, [48, 96]) for _ in range(50)]
-    assert len({(batch.length, batch.rows) for plan in plans for batch in plan}) <= 6
+    batches = [rng.integers(1, 97, 256) for _ in range(50)]
+    plans = [plan_micro_batches(lengths, 1 << 16, [48, 96]) for lengths in batches]
+    assert len({(micro.length, micro.rows) for plan in plans for micro in plan}) <= 2
+    padded = sum(micro.length * micro.rows for plan in plans for micro in plan)
+    tokens = sum(int(lengths.sum()) for lengths in batches)
+    assert padded < 1.45 * tokens < 256 * 96 * len(batches)  # one sequence a row would pad to twice the tokens
 
 
-def test_a_sequence_longer_than_the_micro_batch_stands_alone():
+def test_a_row_longer_than_the_micro_batch_stands_alone():
     plan = plan_micro_batches([10, 100, 20, 9], micro_batch_tokens=64, buckets=[16, 32, 64])
-    assert plan[0] == ([1], 128, 1)
-    assert plan[1:] == [([2, 0], 32, 2), ([3], 16, 4)]
+    assert plan == [([[1, 2]], 128, 1), ([[0, 3]], 128, 1)]
 
 
 def test_buckets_halve_and_hold_the_longest():
@@ -168,11 +186,12 @@ def test_buckets_halve_and_hold_the_longest():
         length_buckets(0)
     with pytest.raises(ValueError, match="positive"):
         plan_micro_batches([1], 0, [16])
-    assert plan_micro_batches([], 8, [16]) == []
 
 
 def test_micro_batches_together_hold_the_batch():
     batch = random_trajectories([5, 1, 7, 3, 3], seed=9)
-    parts = [pad_batch(batch, m.indices, m.length, m.rows) for m in plan_micro_batches(batch.lengths(), 16, [4, 8])]
-    tokens = {int(i): p.tokens[r, :n] for p in parts for i, r, n in zip(p.sequence_indices, p.rows, p.lengths, strict=True)}
+    parts = [pack_batch(batch, m.bins, m.length, m.rows) for m in plan_micro_batches(batch.lengths(), 16, [4, 8])]
+    tokens = {
+        int(i): p.tokens[r, s : s + n] for p in parts for i, r, s, n in zip(p.sequence_indices, p.rows, p.starts, p.lengths, strict=True)
+    }
     assert_same(np.concatenate([tokens[i] for i in range(5)]), batch.tokens)

@@ -71,6 +71,7 @@ def test_route_06_a_capture_of_other_length_raises(count):
         batch.replace(routes=routes_of(np.full((count, 1, 2), -1), [0])).validate()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_route_07_routes_of_other_tokens_raise():
     # Re-tokenized text has another length; rows of another sequence cannot be attached.
     batch = random_trajectories([5, 3])
@@ -112,6 +113,7 @@ def test_routes_of_different_width_are_not_joined():
         Routes.concat([routes_of([[[0]]], [0]), routes_of([[[0]]], [0], 300)], [1, 1])
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_validate_refuses_a_wrong_dtype_and_unordered_layers():
     good = routes_of([[[0, 1]]], [0])
     with pytest.raises(ValueError, match="^routed_experts: dtype"):

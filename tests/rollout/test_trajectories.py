@@ -108,6 +108,7 @@ def test_sampled_lengths_counts_drawn_tokens_only():
         ("top_ids", np.zeros((7, 2), np.int32)),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_validate_names_the_field(field, value):
     batch = random_trajectories([3, 2, 2])
     with pytest.raises(ValueError, match=f"^{field}: "):
@@ -125,6 +126,7 @@ def test_validate_names_the_field(field, value):
         (lambda g: {"sites": {"k": dataclasses.replace(g.sites["k"], layer_ids=np.asarray([3, 2], np.int32))}}, "guidance.k.layer_ids"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_validate_names_the_guidance_field(change, field):
     batch = random_trajectories([3, 2, 2])
     broken = dataclasses.replace(batch.guidance, **change(batch.guidance))

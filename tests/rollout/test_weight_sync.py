@@ -11,9 +11,10 @@ import pytest
 import tiny_policy as tiny
 
 from trace_jax.layers.experts import ExpertWeights
-from trace_jax.quantization.plan import rollout_plan
+from trace_jax.quantization.plan import BLOCK_FORMATS, rollout_plan
 from trace_jax.quantization.weights import fake_quant_experts
 from trace_jax.rollout import LayerUpdate, UpdateDigest, generate, update_checksum
+from trace_jax.rollout.embedded.decode import decode
 from trace_jax.rollout.weight_sync import decode_updates, expected_tensors, layer_updates
 
 PLAN = tiny.PLANS["nvfp4"]
@@ -45,7 +46,7 @@ def assert_same_bits(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_sync_01_02_updates_are_idempotent_and_leave_no_stale_state(engine):
+def test_sync_01_02_13_updates_are_idempotent_and_leave_no_stale_state(engine):
     first = tiny.sync(engine, 0, version=1)
     weights, generated = weights_of(engine), answers(engine)
     again = tiny.sync(engine, 0, version=1)
@@ -63,12 +64,27 @@ def test_sync_01_02_updates_are_idempotent_and_leave_no_stale_state(engine):
     tiny.assert_same_answers(answers(engine), generated)
 
 
-def test_sync_17_answers_after_an_update_are_those_of_a_fresh_engine(engine):
+def test_sync_12_17_answers_after_an_update_are_those_of_a_fresh_engine(engine):
+    """The programs compiled before the update serve the new weights, and nothing of the old ones is left in them."""
     tiny.sync(engine, 0)
     answers(engine)
+    compiled = decode._cache_size()  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs of jax)
     tiny.sync(engine, 1)
-    tiny.assert_same_answers(answers(engine), answers(tiny.engine(PLAN, "float32", kind="codes", seed=1)))
+    after = answers(engine)
+    assert decode._cache_size() == compiled  # pyright: ignore[reportAttributeAccessIssue]
+    tiny.assert_same_answers(after, answers(tiny.engine(PLAN, "float32", kind="codes", seed=1)))
     tiny.sync(engine, 0)
+
+
+@pytest.mark.parametrize("plan_name", list(tiny.PLANS))
+def test_sync_03_first_load_update_and_resume_send_the_same_bytes(plan_name):
+    """Masters on the device, masters read back to the host, and masters after another update was sent."""
+    plan = tiny.PLANS[plan_name]
+    first = update_checksum(updates(plan=plan))
+    restored = jax.device_get((tiny.params(), tiny.multipliers()))
+    assert update_checksum(layer_updates(POLICY, plan, *restored)) == first
+    assert update_checksum(updates(1, plan)) != first
+    assert update_checksum(updates(plan=plan)) == first
 
 
 def test_sync_07_other_multipliers_change_the_answers(engine):
@@ -105,9 +121,11 @@ def test_the_engine_decodes_what_the_trainer_rounds(weights):
     assert multipliers == {}
 
 
-def test_static_multipliers_arrive_unchanged():
-    _, received = decode_updates(POLICY, PLAN, all_tensors(updates()))
-    assert_same_bits(received, tiny.multipliers())
+def test_kv_01_static_multipliers_are_part_of_every_update():
+    """The engine keeps none of its own: after any reload the scales of the KV cache are those of the trainer."""
+    sent = all_tensors(updates())
+    assert {f"model.layers.{i}.self_attn.{side}_proj.{side}_scale" for i in tiny.LAYERS for side in "kv"} <= sent.keys()
+    assert_same_bits(decode_updates(POLICY, PLAN, sent)[1], tiny.multipliers())
 
 
 def test_sync_16_the_acknowledgement_counts_and_sums_every_tensor(engine):
@@ -127,7 +145,7 @@ def test_sync_04_only_routed_experts_are_quantized(plan_name):
     assert not [name for name in names if re.search(r"mlp\.gate\.weight_", name)]
     assert names["model.layers.0.mlp.gate.weight"] == ("float32", (tiny.CONFIG.num_experts, tiny.CONFIG.hidden_size))
     assert {dtype for name, (dtype, _) in names.items() if ".mlp.experts." not in name} == {"float32"}
-    assert bool(quantized) == (plan_name != "bf16")
+    assert bool(quantized) == (tiny.PLANS[plan_name].weights in BLOCK_FORMATS)
 
 
 def damaged(how):
@@ -144,20 +162,31 @@ def damaged(how):
         tensors[name] = tensors[name].astype(jnp.int32)
     elif how == "wrong shape":
         tensors[name] = tensors[name][:-1]
+    elif how == "unquantized":
+        name = "model.layers.1.mlp.experts.down_proj.weight"
+        tensors[name] = tiny.params(1)["groups"][0]["experts"]["down"][1]
     elif how == "duplicate":
         name = "model.norm.weight"
         tensors[name] = sent[-1].tensors[name]
     return [sent[0], replace(sent[1], tensors=tensors), *sent[2:]], name
 
 
-@pytest.mark.parametrize("how", ["missing", "unknown", "wrong dtype", "wrong shape", "duplicate"])
-def test_sync_10_a_wrong_tensor_is_named_and_the_old_weights_stay(engine, how):
+@pytest.mark.parametrize("how", ["missing", "unknown", "wrong dtype", "wrong shape", "unquantized", "duplicate"])
+def test_sync_08_10_a_wrong_tensor_is_named_and_the_old_weights_stay(engine, how):
     tiny.sync(engine, 0, version=7)
     before = weights_of(engine)
     sent, name = damaged(how)
     with pytest.raises(ValueError, match=re.escape(name)):
         engine.update_weights(iter(sent), 8)
     assert_same_bits(weights_of(engine), before)
+    assert engine.health().version == 7
+
+
+def test_sync_06_an_update_without_the_quantize_step_is_refused(engine):
+    tiny.sync(engine, 0, version=7)
+    sent = updates(1, tiny.PLANS["bf16"])
+    with pytest.raises(ValueError, match=r"does not fit the engine in \d+ tensors, first model.layers.0.mlp.experts"):
+        engine.update_weights(iter(sent), 8)
     assert engine.health().version == 7
 
 

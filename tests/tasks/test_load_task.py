@@ -39,6 +39,7 @@ def text():
 def user_module(tmp_path, monkeypatch):
     (tmp_path / "user_tasks.py").write_text(textwrap.dedent(MODULE))
     (tmp_path / "broken_tasks.py").write_text("1 / 0")
+    (tmp_path / "needy_tasks.py").write_text("import no_such_package")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -80,21 +81,41 @@ def test_callable_returns_a_task():
     ("name", "options", "message"),
     [
         ("spell_backward", {}, "task.name 'spell_backward' is unknown; write reasoning_gym:DATASET, jsonl:FILE or module:callable"),
-        ("no_such_module:rows", {}, "importing no_such_module failed"),
-        ("broken_tasks:rows", {}, r"importing broken_tasks failed \(ZeroDivisionError"),
-        ("user_tasks:missing", {}, "user_tasks has no 'missing'"),
-        ("user_tasks:NUMBER", {}, "is a int, not a function"),
+        (
+            "no_such_module:rows",
+            {},
+            r"task.name 'no_such_module:rows': importing no_such_module failed .* installed or in the current directory",
+        ),
+        ("user_tasks.sub:rows", {}, r"importing user_tasks.sub failed \(ModuleNotFoundError.*; write package.module:name of a module"),
+        ("broken_tasks:rows", {}, r"importing broken_tasks failed \(ZeroDivisionError: division by zero\); mend the module"),
+        ("needy_tasks:rows", {}, r"needy_tasks failed \(ModuleNotFoundError: No module named 'no_such_package'\); mend the module"),
+        ("user_tasks:record", {}, "user_tasks has no 'record'; the nearest is 'records'; write user_tasks:FUNCTION"),
+        ("user_tasks:NUMBER", {}, "is a int, not a function; write user_tasks:FUNCTION"),
         (":rows", {}, "not an import path"),
         ("user_tasks:nothing", {}, "has no rows; let the function return more rows"),
         ("user_tasks:text", {}, "returned str; return a list of rows"),
         ("user_tasks:records", {}, "task.name 'user_tasks:records' failed"),
         ("user_tasks:rows", {"reward": "exakt"}, "task.reward 'exakt' is unknown; the nearest is 'exact'"),
         ("user_tasks:rows", {"reward": "reasoning_gym"}, "scores reasoning_gym:DATASET only"),
-        ("user_tasks:rows", {"reward": "user_tasks:nope"}, "task.reward 'user_tasks:nope': user_tasks has no 'nope'"),
+        (
+            "user_tasks:rows",
+            {"reward": "user_tasks:nope"},
+            "task.reward 'user_tasks:nope': user_tasks has no 'nope'; .*write user_tasks:FUNCTION",
+        ),
+        (
+            "user_tasks:rows",
+            {"reward": "broken_tasks:f"},
+            r"task.reward 'broken_tasks:f': importing .*ZeroDivisionError.*; mend the module",
+        ),
+        ("user_tasks:rows", {"reward": "no_such_module:f"}, r"task.reward 'no_such_module:f': .*; write package.module:name of a module"),
         ("user_tasks:rows", {"reward": "user_tasks:two_parameters"}, r"does not take \(completion, answer, row\): too many positional"),
         ("user_tasks:rows", {"verifier_timeout_s": 0}, "task.verifier_timeout_s is 0"),
-        ("user_tasks:rows", {"workers": 0}, "task.workers is 0"),
-        ("reasoning_gym:propositional_logic", {"params": {"size": 3}, "reward": "exact"}, "no answer, which reward exact needs"),
+        ("user_tasks:rows", {"workers": 0}, "workers is 0; write 1 or more"),
+        (
+            "reasoning_gym:propositional_logic",
+            {"params": {"size": 3}, "reward": "exact"},
+            "no answer, which reward exact needs; set task.reward to another one",
+        ),
     ],
 )
 def test_refused(name, options, message):

@@ -100,7 +100,7 @@ def test_template_keeps_other_braces():
     ("template", "pattern", "message"),
     [
         ("Q:", None, "does not contain {question}"),
-        ("{question}", "(", "not a regular expression"),
+        ("{question}", "(", r"task.question_pattern '\(' is not a regular expression \(.*\); mend the pattern"),
         ("{question}", "a+", "has no group"),
     ],
 )

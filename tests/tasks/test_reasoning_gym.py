@@ -43,7 +43,7 @@ def test_seed_of_the_task_or_of_params():
     [
         ("spel_backward", {}, "no data set 'spel_backward'; the nearest is 'spell_backward'"),
         ("spell_backward", {"min_word_length": 3}, r"task.params.min_word_length: .* the nearest is 'min_word_len'; it takes data_file"),
-        ("spell_backward", {"min_word_len": 9, "max_word_len": 3}, "refused: max_word_len must be >= min_word_len"),
+        ("spell_backward", {"min_word_len": 9, "max_word_len": 3}, r"refused \(max_word_len must be >= min_word_len\); change them"),
         ("spell_backward", {"min_word_len": "x"}, "are refused"),
         ("spell_backward", {"size": 0}, "task.params.size is 0"),
     ],

@@ -91,6 +91,7 @@ def test_files_for_splits(tmp_path):
         (['{"prompt": [{"role": "assistant", "content": "x"}], "answer": "1"}'], r"line 1: prompt ends with a 'assistant' message"),
         (['{"prompt": "a", "reward_model": {"style": "rule"}}'], r"line 1: reward_model has no ground_truth"),
         (['{"question": "a", "answer": "1", "split": "holdout"}'], r"line 1: split is 'holdout'; write train, validation or test"),
+        (['{"question": "a", "answer": "1", "split": ["train"]}'], r"line 1: split is \['train'\]; write train, validation or test"),
         (
             ['{"question": "a", "answer": "1", "split": "train"}', '{"question": "a", "answer": "1", "split": "test"}'],
             r"line 2: the question already stands in split 'train' at .*line 1",
@@ -104,13 +105,17 @@ def test_bad_rows(tmp_path, lines, message):
 
 
 def test_bad_files(tmp_path):
-    with pytest.raises(UserError, match="missing.jsonl' does not exist"):
+    with pytest.raises(UserError, match=r"missing.jsonl' cannot be read \(No such file or directory\); write jsonl:FILE"):
         load_task(f"jsonl:{tmp_path}/missing.jsonl")
+    with pytest.raises(UserError, match=r"cannot be read \(Is a directory\)"):
+        load_task(f"jsonl:{tmp_path}")
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "a", "answer": "1"}\n{"question": "\xe4", "answer": "1"}\n')
     with pytest.raises(UserError, match=r"latin.jsonl line 2 is not UTF-8 text \(byte 14\)"):
         load_task(f"jsonl:{tmp_path}/latin.jsonl")
     with pytest.raises(UserError, match="task.params.train is unknown"):
         load_task(write(tmp_path / "data.jsonl", [{"question": "a", "answer": "1"}]), {"train": "x"})
+    with pytest.raises(UserError, match="task.params.test is 3; write the path of a JSON-lines file"):
+        load_task(write(tmp_path / "data.jsonl", [{"question": "a", "answer": "1"}]), {"test": 3})
 
 
 def test_unusual_values_are_kept():

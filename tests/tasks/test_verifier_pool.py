@@ -6,18 +6,27 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from trace_jax.errors import UserError
-from trace_jax.tasks import Row, Task, Verdict
+from trace_jax.tasks import SPLITS, Row, Task, Verdict, load_task
 from trace_jax.tasks.pool import VerifierPool
 from trace_jax.tasks.verifiers import VerifierSpec
 
 MODULE = """
 import os, signal, sys, time
 
+def rows():
+    return [{"question": "q", "answer": "right"}]
+
 def judge(completion, answer, row):
+    if completion == "slow":
+        time.sleep(1)
+    if "started" in row.meta:
+        open(row.meta["started"], "a").close()
     if completion == "sleep":
         time.sleep(60)
     if completion == "spin":
@@ -73,6 +82,13 @@ def alive(pid: int) -> bool:
         return False
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen within 20 seconds"
+        time.sleep(0.01)
+
+
 def test_rew_01_hanging_verifier_is_cut_off_and_the_rest_is_served(task):
     start = time.monotonic()
     verdicts = judge(task, "right", "sleep", "right", "spin", "wrong", "right", "spin in C", "wrong")
@@ -107,22 +123,41 @@ def test_crash_exception_and_noise(task):
 def test_worker_killed_while_idle_is_replaced_without_an_error(task):
     pid = int(judge(task, "pid")[0].score)
     os.kill(pid, signal.SIGKILL)
-    time.sleep(0.1)
+    wait_until(lambda: not alive(pid))
     second = int(judge(task, "pid")[0].score)
     assert second != pid
     assert judge(task, "right") == [RIGHT]
 
 
-def test_worker_killed_at_work_is_an_error(task):
-    task.start()
+def test_worker_killed_at_work_is_an_error(spec, tmp_path):
+    """With a timeout longer than the test, so that nobody else ends the worker."""
     results: list[Verdict] = []
+    busy = Row(1, "q", "right", {"started": str(tmp_path / "started")})
+    task = Task("t", {"train": [ROW]}, reward=spec.name, verifier=spec, verifier_timeout_s=60.0, workers=1)
     pid = int(judge(task, "pid")[0].score)
-    thread = threading.Thread(target=lambda: results.extend(judge(task, "sleep")))
+    thread = threading.Thread(target=lambda: results.extend(task.score_batch([busy], ["sleep"])))
     thread.start()
-    time.sleep(0.15)
+    wait_until((tmp_path / "started").exists)
     os.kill(pid, signal.SIGKILL)
     thread.join()
+    task.close()
     assert results == [Verdict.failed("the verifier's worker died with exit code -9")]
+
+
+def test_workers_say_nothing_by_themselves(task, capfd):
+    """No warning of Python either: `-m` warns about a module that its own package has imported."""
+    assert judge(task, "right") == [RIGHT]
+    task.close()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("timeout_s", "error"), [(0.2, "timeout"), (20.0, None)])
+def test_rew_01_the_timeout_of_the_config_decides(spec, timeout_s, error):
+    with load_task(f"{spec.name.split(':')[0]}:rows", reward=spec.name, verifier_timeout_s=timeout_s, workers=1) as task:
+        start = time.monotonic()
+        verdict = task.score(next(task.rows(split)[0] for split in SPLITS if task.sizes[split]), "slow")
+    assert verdict == (Verdict.failed("timeout") if error else WRONG)
+    assert time.monotonic() - start >= (0.2 if error else 1.0)
 
 
 def test_order_and_large_batches(task):
@@ -152,32 +187,29 @@ def test_workers_never_import_jax_and_end_with_the_task(task):
 
 @pytest.mark.parametrize("last", ["right", "sleep", "spin in C"])
 def test_workers_die_with_a_killed_parent(spec, tmp_path, last):
+    """The parent waits for the worker for ever; it is killed while the worker is at work or, after "right", idle."""
+    started = str(tmp_path / "started")
     code = f"""
 import sys, threading
 sys.path[:0] = {sys.path!r}
 from trace_jax.tasks import Row
 from trace_jax.tasks.pool import VerifierPool
 from trace_jax.tasks.verifiers import VerifierSpec
-import trace_jax.tasks.worker as worker
 pool = VerifierPool(VerifierSpec({spec.name!r}), 1.0, 1)
-row = Row(1, "q", "right")
-print(int(pool.verify([("pid", row)])[0].score), flush=True)
+print(int(pool.verify([("pid", Row(1, "q", "right"))])[0].score), flush=True)
 pool.timeout_s = 60
-pool.verify([({last!r}, row)])
+pool.verify([({last!r}, Row(1, "q", "right", {{"started": {started!r}}}))])
 threading.Event().wait()
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    time.sleep(0.3)
+    wait_until(Path(started).exists)
     assert alive(pid)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 15
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not alive(pid)
+    wait_until(lambda: not alive(pid))
 
 
 def test_missing_function_is_a_user_error_at_start(spec):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +18,10 @@ import pytest
 from trace_jax.errors import UserError
 from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.train.checkpoint import Checkpoints, Progress, load_policy
+from trace_jax.train.manifest import write_manifest
 from trace_jax.train.optimizer import make_optimizer
+from trace_jax.train.read_checkpoint import complete_steps
+from trace_jax.train.rl import _count_skipped
 from trace_jax.train.run import _resumed, run_directory, run_training
 
 MEASURED_IN_SECONDS = ("time/", "throughput/")
@@ -90,7 +97,7 @@ def test_ckpt_08_11_the_same_prompts_and_answers(uninterrupted, interrupted):
 
 def test_ckpt_06_the_engine_has_the_restored_weights_before_the_first_rollout(uninterrupted, config):
     checkpoints = Checkpoints(uninterrupted / "checkpoints")
-    learner = _resumed(config, checkpoints)
+    learner = _resumed(config, checkpoints, 4)
     checkpoints.close()
     assert learner.engine.health().version == learner.progress.version == learner.synced == 4
     learner.engine.close()
@@ -119,36 +126,76 @@ def test_resume_from_the_very_beginning(copy, uninterrupted, config, remains):
     assert rows_of(copy) == rows_of(uninterrupted)
 
 
-def test_ckpt_09_an_unfinished_save_is_not_a_checkpoint(copy, uninterrupted, config):
+@pytest.mark.parametrize("name", ["4.partial", "4.partial.orbax-checkpoint-tmp", "4.orbax-checkpoint-tmp-7"])
+def test_ckpt_09_an_unfinished_save_is_not_a_checkpoint_and_is_cleared_away(copy, uninterrupted, config, name):
     checkpoints = copy / "checkpoints"
-    shutil.move(checkpoints / "4", checkpoints / "4.orbax-checkpoint-tmp-7")
-    shutil.rmtree(checkpoints / "4.orbax-checkpoint-tmp-7" / "optimizer")
+    shutil.move(checkpoints / "4", checkpoints / name)
+    shutil.rmtree(checkpoints / name / "optimizer")
     assert load_policy(copy).meta["progress"]["step"] == 2
+    assert (checkpoints / name).is_dir()  # a reader clears nothing: the run may be alive
     run_training(config, copy, resume=True)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["0", "2", "4"]
     assert rows_of(copy) == rows_of(uninterrupted)
     _, again, _ = restored(copy, config)
     jax.tree.map(np.testing.assert_array_equal, again, restored(uninterrupted, config)[1])
 
 
-@pytest.mark.parametrize("item", ["params", "optimizer", "multipliers", "meta"])
-@pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_ckpt_07_09_a_damaged_checkpoint_is_named(copy, config, item, damage):
-    step = copy / "checkpoints" / "4"
-    if damage == "missing":
-        shutil.rmtree(step / item)
-    else:
-        for file in (path for path in (step / item).rglob("*") if path.is_file()):
-            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(UserError, match=r"checkpoints/4\b") as caught:
-        run_training(config, copy, resume=True)
-    assert "\n" not in str(caught.value) and "delete" in str(caught.value)
-    shutil.rmtree(step)
-    assert load_policy(copy).meta["progress"]["step"] == 2
+def test_one_save_at_most_is_under_way(tmp_path, uninterrupted, config):
+    policy, state, progress = restored(uninterrupted, config)
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2, 3):
+        checkpoints.save(state, replace(progress, step=step), policy, "ascii", {})
+        assert complete_steps(tmp_path)[: step - 1] == list(range(1, step))  # all but the one just started
+    checkpoints.close()
+    assert complete_steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_kill_inside_a_save_leaves_the_checkpoint_before(tmp_path, uninterrupted):
+    """A real kill, of a process that dies as soon as the save of step 5 has put its first file on disk."""
+    program = f"""
+import os, signal, sys
+from dataclasses import replace
+from pathlib import Path
+import optax
+from trace_jax.train.checkpoint import Checkpoints, Progress, load_policy
+from trace_jax.train.state import TrainState
+loaded = load_policy({str(uninterrupted)!r})
+folder, state = Path({str(tmp_path)!r}), TrainState(loaded.params, optax.adam(1.0).init(loaded.params), loaded.multipliers)
+checkpoints = Checkpoints(folder)
+checkpoints.save(state, Progress(step=3), loaded.policy, "ascii", {{}})
+checkpoints.wait()
+checkpoints.save(state, Progress(step=5), loaded.policy, "ascii", {{}})
+while not any(path.is_file() for path in folder.glob("5.partial*/**/*")):
+    pass
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[2])
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    assert any(tmp_path.glob("5.partial*")) and complete_steps(tmp_path) == [3]
+    assert load_policy(tmp_path).meta["progress"]["step"] == 3
+    Checkpoints(tmp_path).remove_unfinished()
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
+
+def test_the_count_of_refused_updates_survives(tmp_path, uninterrupted, config):
+    """Three in a row end a run, also when a resume lies between them."""
+    policy, state, progress = restored(uninterrupted, config)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(state, replace(progress, skipped_in_a_row=2), policy, "ascii", config.model_dump(mode="json"))
+    checkpoints.wait()
+    learner = _resumed(config, checkpoints, 4)
+    assert learner.progress.skipped_in_a_row == 2
+    with pytest.raises(UserError, match="3 gradients in a row"):
+        _count_skipped(learner, float("nan"))
+    learner.engine.close()
+    checkpoints.close()
 
 
 def test_another_format_version_is_refused(copy, config):
-    meta = copy / "checkpoints" / "4" / "meta" / "metadata"
+    step = copy / "checkpoints" / "4"
+    meta = step / "meta" / "metadata"
     meta.write_text(meta.read_text().replace('"format_version": 1', '"format_version": 99'))
+    write_manifest(step)
     with pytest.raises(UserError, match="format 99"):
         restored(copy, config)
 

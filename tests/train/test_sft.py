@@ -14,7 +14,7 @@ from trace_jax.tasks import Row
 from trace_jax.tokenizers import load_tokenizer
 from trace_jax.train.checkpoint import load_policy
 from trace_jax.train.run_sft import run_sft
-from trace_jax.train.sft import padded_length, sft_batch, worked_example
+from trace_jax.train.sft import batch_width, sft_batch, worked_example
 
 ASCII = load_tokenizer("ascii")
 
@@ -41,7 +41,24 @@ def test_only_answers_and_the_end_enter_the_loss():
     expected[1, longer] = True  # an empty answer is the end alone
     np.testing.assert_array_equal(batch.sampled, expected)
     np.testing.assert_array_equal(np.asarray(batch.segment_ids).sum(1), [prompt + 4, longer + 1])
-    assert [padded_length(n) for n in (1, 16, 17)] == [16, 16, 32]
+
+
+@pytest.mark.parametrize(("letters", "width"), [(1, 16), (12, 16), (13, 32)])
+def test_batches_are_as_wide_as_the_longest_example_in_steps_of_16(letters, width):
+    """bos, one letter, a newline, the answer, the end."""
+    assert batch_width([Row(0, "q", "a"), Row(1, "q", "a" * letters)], ASCII, 32) == width
+
+
+def test_an_example_beyond_the_context_is_refused_by_name():
+    """The second one is bos, 9 letters, a newline, 6 letters and the end: 18 tokens, and a context of 18 holds it."""
+    rows = [Row(7, "q", "a"), Row(8, "two\nlines", "abcdef"), Row(9, "q", "abc")]
+    assert batch_width(rows, ASCII, 18) == 32
+    with pytest.raises(UserError) as caught:
+        batch_width(rows, ASCII, 17)
+    assert str(caught.value) == (
+        "prompt 8 ('two lines') has 18 tokens with its worked answer, more than the context of 17 (model.config.max_position); "
+        "raise it, or remove the row from the task"
+    )
 
 
 def test_the_loss_falls(cold_start):

@@ -1,4 +1,4 @@
-"""Stopping the program from outside: SIGTERM ends it cleanly, kill -9 costs at most the steps since the last checkpoint."""
+"""Stopping the program from outside: SIGTERM ends it cleanly, kill -9 costs the steps since the last complete checkpoint."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from trace_jax.metrics.jsonl import read_metrics
+from trace_jax.train.checkpoint import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = 2
@@ -38,7 +39,7 @@ def config_file(tmp_path_factory, values, cold_start):
     return path
 
 
-def start(config_file: Path, out: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(config_file: Path, out: Path, *arguments: str, command: str = "train") -> subprocess.Popen[str]:
     cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -46,8 +47,8 @@ def start(config_file: Path, out: Path, *arguments: str) -> subprocess.Popen[str
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
         "JAX_COMPILATION_CACHE_MAX_SIZE": str(2 * 1024**3),
     }
-    command = [sys.executable, "-m", "trace_jax", "train", str(config_file), *arguments, "--out", str(out)]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    words = [sys.executable, "-m", "trace_jax", command, str(config_file), *arguments, "--out", str(out)]
+    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def steps(out: Path) -> list[int]:
@@ -59,51 +60,88 @@ def complete(out: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
 
 
-def wait_for(program: subprocess.Popen[str], condition) -> None:
+def saving(out: Path) -> bool:
+    return any((out / "checkpoints").glob("*.partial*"))
+
+
+def wait_for(program: subprocess.Popen[str], condition, pause: float = 0.02) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if program.poll() is not None or time.monotonic() > deadline:
             program.kill()
             pytest.fail(f"the program ended or hangs:\n{program.communicate()[0][-3000:]}")
-        time.sleep(0.02)
+        time.sleep(pause)
 
 
-def resume(config_file: Path, out: Path, last: int) -> None:
+def resume(config_file: Path, out: Path, last: int) -> str:
     program = start(config_file, out, f"steps={last}", "--resume")
     output = program.communicate(timeout=PATIENCE)[0]
     assert program.returncode == 0, output[-3000:]
+    return output
+
+
+def stopped_by_sigterm(program: subprocess.Popen[str]) -> str:
+    program.send_signal(signal.SIGTERM)
+    output = program.communicate(timeout=PATIENCE)[0]
+    assert program.returncode == 0, output[-3000:]
+    return output
 
 
 def test_sigterm_saves_and_exits_0_and_the_run_goes_on(config_file, tmp_path):
     out = tmp_path / "run"
     program = start(config_file, out)
     wait_for(program, lambda: len(steps(out)) > 3)
-    program.send_signal(signal.SIGTERM)
-    output = program.communicate(timeout=PATIENCE)[0]
-    assert program.returncode == 0, output[-3000:]
+    output = stopped_by_sigterm(program)
     stopped = steps(out)[-1]
     assert complete(out)[-1] == stopped  # the step in progress was finished and saved, whatever checkpoint.every is
-    resume(config_file, out, stopped + 2)
+    assert f"stopped; step {stopped} is saved, go on with --resume" in output
+    assert f"resumed after step {stopped}" in resume(config_file, out, stopped + 2)
     assert steps(out) == list(range(stopped + 3)) and complete(out)[-1] == stopped + 2
 
 
-def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(config_file, tmp_path):
-    """Two kills at different moments of one run; each resumed run goes on from the last complete checkpoint."""
+def test_sigterm_during_the_first_compile_and_evaluation(config_file, tmp_path):
     out = tmp_path / "run"
-    for number, delay in enumerate((0.0, 0.274)):
-        reached = len(complete(out)) and complete(out)[-1]
-        program = start(config_file, out, *(["--resume"] if number else []))
-        wait_for(program, lambda reached=reached: bool(complete(out)) and complete(out)[-1] > reached)
-        time.sleep(delay)
-        program.kill()
-        program.communicate(timeout=PATIENCE)
-        assert program.returncode == -signal.SIGKILL
+    program = start(config_file, out)
+    wait_for(program, (out / "config.yaml").exists, pause=0.001)
+    assert steps(out) == []  # the evaluation of step 0, whose programs are compiled now, is still to be written
+    assert "stopped; step 0 is saved, go on with --resume" in stopped_by_sigterm(program)
+    assert complete(out) == [0] and steps(out) == [0]
+    resume(config_file, out, 1)
+    assert steps(out) == [0, 1] and complete(out)[-1] == 1
+
+
+def test_sigterm_during_sft_saves_a_policy_that_train_starts_from(config_file, tmp_path):
+    out = tmp_path / "cold"
+    program = start(config_file, out, "sft.steps=100000", command="sft")
+    wait_for(program, (out / "config.yaml").exists)
+    output = stopped_by_sigterm(program)
+    last = steps(out)[-1]
+    assert f"stopped; step {last} is saved" in output and complete(out) == [last]
+    assert sorted(load_policy(out).multipliers) == ["down_input", "expert_input", "k", "v"]
+
+
+@pytest.mark.parametrize("moment", ["right after a checkpoint", "between two", "while one is written"])
+def test_kill_9_loses_the_steps_since_the_last_complete_checkpoint(config_file, tmp_path, moment):
+    out = tmp_path / "run"
+    program = start(config_file, out)
+    wait_for(program, lambda: len(complete(out)) > 1)
+    reached = complete(out)[-1]
+    if moment == "between two":
+        wait_for(program, lambda: steps(out)[-1] > reached and steps(out)[-1] % EVERY == 1)
+    elif moment == "while one is written":
+        wait_for(program, lambda: saving(out), pause=0.0)
+    program.kill()
+    program.communicate(timeout=PATIENCE)
+    assert program.returncode == -signal.SIGKILL
     last_complete, last_logged = complete(out)[-1], steps(out)[-1]
-    # A save runs beside the next steps and ends before the next save begins: two intervals at most, of which one is in flight.
+    # A save runs beside the next steps and ends before the next save begins, so the one before it is always complete.
     assert last_logged - last_complete <= 2 * EVERY
-    resume(config_file, out, last_logged + 1)
-    assert steps(out) == list(range(last_logged + 2))
-    assert complete(out)[-1] == last_logged + 1
-    for step in range(1, last_logged + 2):
+
+    last = last_complete + 1  # less than the killed run had reached, if it had got far
+    output = resume(config_file, out, last)
+    assert f"resumed after step {last_complete}" in output
+    assert steps(out) == list(range(last + 1)) and complete(out)[-1] == last and not saving(out)
+    assert sorted(path.name for path in (out / "rollouts").iterdir()) == [f"step_{step:06d}.jsonl" for step in range(1, last + 1)]
+    for step in range(1, last + 1):
         rows = (out / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
         assert [json.loads(row)["sample_id"] for row in rows] == list(range(8 * (step - 1), 8 * step))

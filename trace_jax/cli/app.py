@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from trace_jax import __version__
-from trace_jax.cli.common import exit_code_of, quiet_dependencies
+from trace_jax.cli.common import Interrupted, exit_code_of, quiet_dependencies
 
 COMMANDS = {
     "train": "trace_jax.cli.train:train",
@@ -47,6 +47,10 @@ def commands() -> dict[str, str]:
 class _LazyGroup(TyperGroup):
     """A group that imports a command's file when the command is asked for."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """No arguments at all ask for the help."""
+        return super().parse_args(ctx, args or ["--help"])
+
     def list_commands(self, ctx: Any) -> list[str]:
         return list(commands())
 
@@ -59,24 +63,28 @@ class _LazyGroup(TyperGroup):
         single.command(cmd_name)(getattr(importlib.import_module(module), function))
         return get_command(single)
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise Interrupted from error  # typer would make it the exit code 130, without a word
 
-app = typer.Typer(cls=_LazyGroup, add_completion=False, invoke_without_command=True)
+
+app = typer.Typer(cls=_LazyGroup, add_completion=False)
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         print(f"trace-jax {__version__}")
         raise typer.Exit()
+    return wanted
 
 
 @app.callback()
 def program(
-    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)] = False,
 ) -> None:
     """RL fine-tuning of Mixture-of-Experts models with rollout-guided FP4 quantization."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
 
 
 def run(command: Callable[[], Any]) -> int:

@@ -11,7 +11,8 @@ import typer
 from rich.table import Table
 
 from trace_jax.cli.arguments import Json
-from trace_jax.cli.common import json_output, progress, result_console, to_json
+from trace_jax.cli.common import result_console, run_and_show, to_json
+from trace_jax.cli.progress import Display
 from trace_jax.errors import UserError
 from trace_jax.files import write_atomic
 
@@ -26,18 +27,20 @@ def bench(
 ) -> None:
     """Time the kernels, and compare with the machine's limits where they are known."""
     path = None if out is None else _result_path(out)
-    from pallas_kernels import benchmark
 
-    with json_output(json) as emit, progress("benchmark"):
+    def work(display: Display) -> dict[str, Any]:
+        from pallas_kernels import benchmark
+
+        display.announce("timing the kernels")
         try:
             rows = benchmark.run(ops or None, small)
         except ValueError as error:
             raise UserError(str(error)) from error
-        emit({"rows": rows})
-    if path is not None:
-        _write(path, rows)
-    if not json:
-        _print(rows)
+        if path is not None:
+            _write(path, rows)
+        return {"rows": rows}
+
+    run_and_show(work, lambda result: _print(result["rows"]), json=json)
 
 
 def _result_path(name: str) -> Path:

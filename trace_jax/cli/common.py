@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, JSON on stdout, progress on stderr."""
+"""What the commands share: exit codes, and results on stdout."""
 
 from __future__ import annotations
 
@@ -9,27 +9,35 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from trace_jax.cli.progress import Display, display
 from trace_jax.cli.versions import installed_version_problem
 from trace_jax.errors import UserError
+
+Result = TypeVar("Result", bound=Mapping[str, Any])
 
 USER_ERROR = 2
 FAILURE = 1
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+
+
+class Interrupted(Exception):
+    """Ctrl-C while a command ran."""
 
 
 def exit_code_of(error: BaseException) -> int:
     """Reports an exception on stderr the way a person needs it.
 
     Returns:
-      2 for what the user can mend (wrong input, wrong usage, full disk, packages that do not fit), the code of an
-      exit that was asked for, and 1 with a traceback for everything else.
+      2 for what the user can mend (wrong input or usage, a path that cannot be used, full disk, packages that do not fit), the
+      code of an exit that was asked for, and 1 with a traceback for everything else.
     """
     if isinstance(error, UserError):
         return _refuse(str(error))
@@ -45,10 +53,13 @@ def exit_code_of(error: BaseException) -> int:
         # The reader of our output went away; Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
-    full = _full_disk(error)
+    full = _caused_by(error, FULL_DISK)
     if full is not None:
         return _refuse(f"no space left on the device while writing {full.filename or 'a file'}; free some space or choose another folder")
-    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
+    bad = _caused_by(error, BAD_PATH)
+    if bad is not None and bad.filename is not None:
+        return _refuse(f"{os.fsdecode(bad.filename)}: {bad.strerror}; choose another path, or change its permissions")
+    if isinstance(error, KeyboardInterrupt | Interrupted):
         print("interrupted", file=sys.stderr)
         return FAILURE
     if isinstance(error, ImportError | AttributeError) and (problem := installed_version_problem()):
@@ -62,10 +73,10 @@ def _refuse(message: str) -> int:
     return USER_ERROR
 
 
-def _full_disk(error: BaseException | None) -> OSError | None:
-    """The full-disk error that this one is or was caused by."""
+def _caused_by(error: BaseException | None, numbers: Sequence[int]) -> OSError | None:
+    """The operating system's error with one of these numbers that this error is or was caused by."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in FULL_DISK:
+        if isinstance(error, OSError) and error.errno in numbers:
             return error
         error = error.__cause__ or error.__context__
     return None
@@ -76,33 +87,26 @@ def quiet_dependencies() -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)
 
 
-def stderr_console() -> Console:
-    """A console for everything that is not the result."""
-    return Console(stderr=True)
-
-
 def result_console() -> Console:
     """A console for the result on stdout: as wide as the terminal, and wide enough for tables when there is none."""
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
-@contextmanager
-def progress(description: str, total: int | None = None, console: Console | None = None) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, shown on a terminal only.
+def run_and_show(work: Callable[[Display], Result], show: Callable[[Result], None], *, json: bool) -> Result:
+    """Does the work of a command with progress on stderr, then prints its result on stdout.
 
     Args:
-      description: what is counted.
-      total: how many; None shows a spinner.
-      console: print lines on the same one, or they break the bar; a new one on stderr by default.
-
-    Yields:
-      A function that sets how many are done.
+      work: gets the display to announce its phases to, and returns the result.
+      show: prints the result for a person.
+      json: print the result as one JSON object instead.
     """
-    columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    console = console or stderr_console()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        task = bars.add_task(description, total=total)
-        yield lambda done: bars.update(task, completed=done)
+    with json_output(json) as emit:
+        with display() as shown:
+            result = work(shown)
+        emit(result)
+    if not json:
+        show(result)
+    return result
 
 
 @contextmanager
@@ -144,3 +148,14 @@ def to_json(value: Any) -> Any:
 def split_names(text: str | None) -> list[str] | None:
     """`a,b` as a list; None stays None."""
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def require_writable(path: Path) -> None:
+    """Refuses an output that cannot be written before the work instead of after it.
+
+    Raises:
+      UserError: the nearest folder above it that exists is a file, or not writable.
+    """
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"{path} cannot be written: {folder} is not a folder that you may write to; choose another")

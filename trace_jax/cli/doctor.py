@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trace_jax.cli.arguments import Json
-from trace_jax.cli.common import json_output, result_console
+from trace_jax.cli.common import result_console, run_and_show
 from trace_jax.cli.versions import installed, installed_version_problem
 from trace_jax.config.checks import ENGINE_GROUP
 from trace_jax.errors import UserError
@@ -37,11 +37,7 @@ GIB = 1024**3
 
 def doctor(json: Json = False) -> None:
     """Say what this machine can run: devices, kernels, versions, optional packages, memory."""
-    with json_output(json) as emit:
-        found = examine()
-        emit(found)
-    if not json:
-        _print(found)
+    found = run_and_show(lambda display: examine(), _print, json=json)
     if found["problem"]:
         raise UserError(found["problem"])
 

@@ -6,18 +6,18 @@ from typing import Annotated
 
 import typer
 
-from trace_jax.cli.arguments import Json, MaxPrompts, Policy, Seed, Split, Task
-from trace_jax.cli.common import json_output
+from trace_jax.cli.arguments import Json, MaxPrompts, Overrides, Policy, Seed, Split, Task
+from trace_jax.cli.common import run_and_show
 
 
 def evaluate(
     policy: Policy,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace the run's.")] = None,
+    overrides: Overrides = None,
     task: Task = None,
     precision: Annotated[
         str | None, typer.Option("--precision", help="bf16, fp8, nvfp4 or mxfp4 for weights, activations and KV; the run's own by default.")
     ] = None,
-    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Answers per prompt.")] = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Answers per prompt; eval.samples by default.")] = None,
     split: Split = None,
     max_prompts: MaxPrompts = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the most probable token instead of sampling.")] = False,
@@ -27,8 +27,8 @@ def evaluate(
     """Measure pass@1 or avg@k with a confidence interval."""
     from trace_jax.evaluation.run import evaluate_policy, print_pass_rate
 
-    with json_output(json) as emit:
-        result = evaluate_policy(
+    run_and_show(
+        lambda display: evaluate_policy(
             policy,
             overrides or [],
             task=task,
@@ -38,7 +38,8 @@ def evaluate(
             max_prompts=max_prompts,
             greedy=greedy,
             seed=seed,
-        )
-        emit(result)
-    if not json:
-        print_pass_rate(result)
+            announce=display.announce,
+        ),
+        print_pass_rate,
+        json=json,
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trace_jax.cli.arguments import Json
-from trace_jax.cli.common import json_output
+from trace_jax.cli.common import run_and_show
+from trace_jax.cli.progress import Display
 
 
 def import_checkpoint(
@@ -17,10 +18,11 @@ def import_checkpoint(
     json: Json = False,
 ) -> None:
     """Import Hugging Face safetensors strictly: every parameter filled, every tensor used."""
-    from trace_jax.train.import_checkpoint import import_hf_checkpoint
 
-    with json_output(json) as emit:
-        result = import_hf_checkpoint(source, out)
-        emit(result)
-    if not json:
-        typer.echo(f"checkpoint: {out}")
+    def work(display: Display) -> dict[str, Any]:
+        from trace_jax.train.import_checkpoint import import_hf_checkpoint
+
+        display.announce(f"importing {source}")
+        return import_hf_checkpoint(source, out)
+
+    run_and_show(work, lambda result: typer.echo(f"checkpoint: {result['checkpoint']}"), json=json)

@@ -8,15 +8,17 @@ from typing import Annotated
 import typer
 
 from trace_jax.cli.arguments import Json, MaxPrompts, Policy, Seed, Split, Task
-from trace_jax.cli.common import json_output, split_names
+from trace_jax.cli.common import run_and_show, split_names
 
 
 def mismatch(
     policy: Policy,
     methods: Annotated[
-        str | None, typer.Option("--methods", help="Comma-separated methods of the trainer, such as naive,qat,trace.")
+        str | None, typer.Option("--methods", help="Comma-separated methods of the trainer, such as naive,qat,trace; all by default.")
     ] = None,
-    precisions: Annotated[str | None, typer.Option("--precisions", help="Comma-separated rollout precisions, such as nvfp4,mxfp4.")] = None,
+    precisions: Annotated[
+        str | None, typer.Option("--precisions", help="Comma-separated rollout precisions, such as nvfp4,mxfp4; all by default.")
+    ] = None,
     engine: Annotated[str, typer.Option("--engine", help="Rollout engine.")] = "jax",
     cache: Annotated[
         Path | None, typer.Option("--cache", help="Folder of a saved guidance cache to compare with, instead of generating.")
@@ -27,12 +29,12 @@ def mismatch(
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
-    """Compare train and rollout log-probs: KL, per layer, per token position."""
+    """Is this model safe in FP4? The gap of trainer and rollout: as a whole, by token of the answer, by layer."""
     from trace_jax.evaluation.mismatch import measure_mismatch
     from trace_jax.evaluation.mismatch_tables import print_mismatch
 
-    with json_output(json) as emit:
-        result = measure_mismatch(
+    run_and_show(
+        lambda display: measure_mismatch(
             policy,
             methods=split_names(methods),
             precisions=split_names(precisions),
@@ -42,7 +44,8 @@ def mismatch(
             split=split,
             max_prompts=max_prompts,
             seed=seed,
-        )
-        emit(result)
-    if not json:
-        print_mismatch(result)
+            announce=display.announce,
+        ),
+        print_mismatch,
+        json=json,
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trace_jax.cli.arguments import Json
-from trace_jax.cli.common import json_output
+from trace_jax.cli.common import require_writable, run_and_show
+from trace_jax.cli.progress import Display
 
 
 def report(
@@ -17,10 +18,15 @@ def report(
     json: Json = False,
 ) -> None:
     """Write a self-contained HTML page, and an overview as PNG beside it."""
-    from trace_jax.report.build import report as build_report
+    page = out or runs[0] / "report.html"
+    if out is not None:
+        require_writable(out)
 
-    with json_output(json) as emit:
-        page = build_report(runs, out or runs[0] / "report.html")
-        emit({"html": page, "png": page.with_suffix(".png")})
-    if not json:
-        typer.echo(f"report: {page}")
+    def work(display: Display) -> dict[str, Any]:
+        from trace_jax.report.build import report as build_report
+
+        display.announce(f"drawing {', '.join(map(str, runs))}")
+        build_report(runs, page)
+        return {"html": page, "png": page.with_suffix(".png")}
+
+    run_and_show(work, lambda result: typer.echo(f"report: {result['html']}"), json=json)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trace_jax.cli.arguments import Json, MaxPrompts, Overrides, Seed, Split
-from trace_jax.cli.common import json_output
+from trace_jax.cli.common import run_and_show
 
 
 def rollout(
@@ -24,8 +24,17 @@ def rollout(
     """Generate only: trajectories to JSON Lines, guidance cache to files."""
     from trace_jax.evaluation.rollout import generate_rollouts, print_rollouts
 
-    with json_output(json) as emit:
-        result = generate_rollouts(source, overrides or [], out=out, save_cache=save_cache, split=split, max_prompts=max_prompts, seed=seed)
-        emit(result)
-    if not json:
-        print_rollouts(result)
+    run_and_show(
+        lambda display: generate_rollouts(
+            source,
+            overrides or [],
+            out=out,
+            save_cache=save_cache,
+            split=split,
+            max_prompts=max_prompts,
+            seed=seed,
+            announce=display.announce,
+        ),
+        print_rollouts,
+        json=json,
+    )

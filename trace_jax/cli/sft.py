@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 
-from trace_jax.cli.arguments import ConfigFile, OutFolder, Overrides
+from trace_jax.cli.arguments import ConfigFile, Json, Overrides, RunFolder
+from trace_jax.cli.common import require_writable, run_and_show
+from trace_jax.cli.progress import Display
 
 
-def sft(config: ConfigFile, overrides: Overrides = None, out: OutFolder = None) -> None:
+def sft(config: ConfigFile, overrides: Overrides = None, out: RunFolder = None, json: Json = False) -> None:
     """Train on the task's worked answers, and write a checkpoint that `train` starts from."""
-    from trace_jax.cli.step_log import step_log
     from trace_jax.config import load
     from trace_jax.train.run import run_directory
-    from trace_jax.train.run_sft import run_sft
 
     settings = load(config, overrides or [])
     directory = run_directory(out, f"{config.stem}-sft", resume=False)
-    with step_log("cold start", settings.sft.steps) as report:
-        run_sft(settings, directory, report)
-    typer.echo(f"checkpoint: {directory}")
+    require_writable(directory)
+
+    def work(display: Display) -> dict[str, Any]:
+        from trace_jax.train.run_sft import run_sft
+
+        metrics = run_sft(settings, directory, display.steps("cold start", settings.sft.steps))
+        return {"checkpoint": directory, "metrics": metrics}
+
+    run_and_show(work, lambda result: typer.echo(f"checkpoint: {result['checkpoint']}"), json=json)

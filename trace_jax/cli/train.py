@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from trace_jax.cli.arguments import ConfigFile, OutFolder, Overrides
+from trace_jax.cli.arguments import ConfigFile, Json, Overrides, RunFolder
+from trace_jax.cli.common import require_writable, run_and_show
+from trace_jax.cli.progress import Display
 
 
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    out: OutFolder = None,
+    out: RunFolder = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder from its last complete checkpoint.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the resolved configuration and the memory plan, stop.")
     ] = False,
+    json: Json = False,
 ) -> None:
     """Train with RL: FP4 rollout, guided fake quantization, GRPO."""
     from trace_jax.config import check_for_training, load
@@ -24,15 +27,20 @@ def train(
     settings = load(config, overrides or [])
     check_for_training(settings)
     if dry_run:
-        from trace_jax.train.dry_run import print_plan
+        from trace_jax.train.dry_run import plan_run, print_plan
 
-        print_plan(settings)
+        run_and_show(lambda display: plan_run(settings), lambda plan: print_plan(settings, plan["memory"]), json=json)
         return
 
-    from trace_jax.cli.step_log import step_log
-    from trace_jax.train.run import run_directory, run_training
+    from trace_jax.train.run import run_directory
 
     directory = run_directory(out, config.stem, resume=resume)
-    with step_log("training", settings.steps) as report:
-        run_training(settings, directory, resume=resume, report=report)
-    typer.echo(f"run: {directory}")
+    require_writable(directory)
+
+    def work(display: Display) -> dict[str, Any]:
+        from trace_jax.train.run import run_training
+
+        metrics = run_training(settings, directory, resume=resume, report=display.steps("training", settings.steps))
+        return {"run": directory, "metrics": metrics}
+
+    run_and_show(work, lambda result: typer.echo(f"run: {result['run']}"), json=json)

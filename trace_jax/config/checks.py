@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
-from trace_jax.config.schema import FP4_FORMATS, Config
+from trace_jax.config.schema import Config
+from trace_jax.config.section import FP4_FORMATS
 from trace_jax.errors import UserError
 
 ENGINE_GROUP = "trace_jax.engines"

@@ -1,6 +1,7 @@
 """From a YAML file and dotted overrides to a checked `Config`, and back.
 
-1. Read the file; every override `a.b=value` then replaces the value at that path.
+1. Read the file; every override `a.b=value` then replaces the value at that path. An override of `task.name` that names another
+   task than the file first empties the file's `task` section, whose parameters, pattern and reward belong to the file's task.
 2. Refuse unknown keys, naming the nearest known one.
 3. Put the preset of `method` below what was set: preset < file < overrides.
 4. Validate types and ranges, then combinations.
@@ -21,7 +22,7 @@ from trace_jax.config.checks import check
 from trace_jax.config.keys import leaves, nearest_key, overlay, unknown_key, value_at
 from trace_jax.config.layer_spec import resolve_layers as resolve_layers  # part of this module's interface
 from trace_jax.config.presets import preset
-from trace_jax.config.schema import Config
+from trace_jax.config.schema import Config, TaskSection
 from trace_jax.config.yaml_text import dump_yaml, parse_yaml
 from trace_jax.errors import UserError
 
@@ -57,6 +58,8 @@ def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = (), *, so
     """Builds a configuration from nested values; arguments and errors as in `load`."""
     base: dict[str, Any] = copy.deepcopy(dict(values))
     parsed = [parse_override(text) for text in overrides]
+    if _names_another_task(base.get("task"), dict(parsed)):
+        del base["task"]
     merged = base
     for key, value in parsed:
         merged = _set(merged, key.split("."), value)
@@ -64,7 +67,7 @@ def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = (), *, so
     wrong = unknown_key(merged)
     if wrong is not None:
         near = nearest_key(wrong)
-        hint = f"did you mean {near}?" if near else "see the keys in the README"
+        hint = f"did you mean {near}?" if near else "remove it; trace-jax train CONFIG --dry-run then prints every key"
         raise UserError(f"{wrong} ({origin.of(wrong)}) is not a known key; {hint}")
     method = merged.get("method", "trace")
     chosen = preset(method)
@@ -114,6 +117,11 @@ def _set(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str
         return {**values, name: value}
     below = values.get(name)
     return {**values, name: _set(below if isinstance(below, Mapping) else {}, rest, value)}
+
+
+def _names_another_task(section: Any, overrides: Mapping[str, Any]) -> bool:
+    """Whether overrides name another task than a file's task section does."""
+    return isinstance(section, Mapping) and "task.name" in overrides and overrides["task.name"] != section.get("name", TaskSection().name)
 
 
 def _refuse_contradiction(

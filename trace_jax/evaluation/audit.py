@@ -14,7 +14,7 @@ and after rounding, and the comparison needs nothing else. Definitions (method n
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -61,18 +61,26 @@ def audit_metrics(setup: Setup, state: TrainState, trajectories: Trajectories) -
 
 
 def compare_sites(
-    spec: ObjectiveSpec, params: Params, multipliers: Multipliers, audited: Trajectories, *, replay: bool = True
+    spec: ObjectiveSpec,
+    params: Params,
+    multipliers: Multipliers,
+    audited: Trajectories,
+    *,
+    replay: bool = True,
+    max_length: int | None = None,
 ) -> dict[tuple[str, int], SiteComparison]:
     """Compares the trainer's forward under `spec.plan` with the rollout's codes.
 
     Args:
       audited: sequences that all have an audit record.
+      replay: whether routes are replayed.
+      max_length: no sequence is longer; batches that share it share one compiled forward. None takes the longest here.
 
     Returns:
       One comparison per (site, global layer id) of the audit record.
     """
     assert audited.audit is not None  # the caller selected audited sequences
-    length = -(-int(audited.lengths().max()) // 16) * 16
+    length = -(-(max_length or int(audited.lengths().max())) // 16) * 16
     everything = list(range(audited.num_sequences))
     num_layers = spec.policy.config.num_layers
     batch, _ = make_batch(audited, everything, length, len(everything), num_layers=num_layers, replay=replay)
@@ -120,18 +128,13 @@ def _compare(values: SiteValues, record: PaddedSite, slot: int, valid: Bool[np.n
     )
 
 
-def _scales(record: PaddedSite, slot: int, valid: Bool[np.ndarray, "B T"]) -> Float[np.ndarray, "rows d"]:
+def _scales(record: PaddedSite, slot: int, valid: Bool[np.ndarray, "B T"]) -> Float[np.ndarray, "rows *lead d"]:
     """Decode scale of every value: block scale times the power of two of the multiplier."""
     block = block_format(record.format)
-    scale_bytes: UInt8[np.ndarray, "rows blocks"] = record.scales[slot][valid]
+    scale_bytes: UInt8[np.ndarray, "rows *lead blocks"] = record.scales[slot][valid]
     decoded = oracle.scale_values(scale_bytes, block).astype(np.float64)
     if record.multiplier is not None:
         multiplier = record.multiplier[slot]
         multiplier = multiplier if multiplier.ndim == 0 else multiplier[valid].reshape(-1, *[1] * (decoded.ndim - 1))
         decoded = decoded * np.exp2(np.floor(np.log2(multiplier)))
     return np.repeat(decoded, record.block, axis=-1)[..., : record.size]
-
-
-def without_record(spec: ObjectiveSpec) -> ObjectiveSpec:
-    """The same objective with nearest rounding at every guided site."""
-    return replace(spec, plan=spec.plan.unguided())

@@ -11,29 +11,27 @@ construction, so the pass rate at each precision and the unguided methods stand 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
+from trace_jax.cli.progress import Announce, unannounced
 from trace_jax.config import METHODS
 from trace_jax.errors import UserError
 from trace_jax.evaluation.audit import compare_sites
 from trace_jax.evaluation.open_policy import OpenPolicy, open_policy, precision_config, require_precision
-from trace_jax.evaluation.pass_rate import FIRST_SAMPLE, pass_interval
-from trace_jax.guidance.cache import GuidanceCache
+from trace_jax.evaluation.precision_rollout import PrecisionRollout, cached_rollout, roll_out, stored_precision
 from trace_jax.metrics.weighted import finalize
 from trace_jax.rl.diagnostics import position_gap_stats
-from trace_jax.rollout.engine import generate
 from trace_jax.rollout.padding import pad_batch
-from trace_jax.rollout.prompts import make_requests, score
 from trace_jax.rollout.trajectories import Trajectories
 from trace_jax.train.optimizer import make_optimizer
-from trace_jax.train.setup import Setup, sync_weights
+from trace_jax.train.setup import Setup
 from trace_jax.train.update import UpdateSettings, measure
 
 METHODS_OF = {
@@ -44,52 +42,11 @@ METHODS_OF = {
 }
 """Methods that make sense at a precision; only FP4 codes can be recorded."""
 
+FP4 = ("nvfp4", "mxfp4")
 DEFAULT_PROMPTS = 64
 
 SAFE, RISKY = 1.02, 1.05
 """Limits on `token_mult_prob_error`, mean(exp |gap|): at most SAFE is safe; NeMo RL's gate is 1.05, above it is unsafe."""
-
-
-@dataclass(frozen=True)
-class PrecisionRollout:
-    """Answers of one precision with their full record, and how many are right."""
-
-    precision: str
-    setup: Setup
-    trajectories: Trajectories
-    pass_at_1: tuple[float, float, float]
-    reward_mean: float
-
-
-def roll_out(
-    opened: OpenPolicy,
-    precision: str,
-    *,
-    split: str,
-    prompts: int,
-    samples: int,
-    seed: int,
-) -> PrecisionRollout:
-    """Generates answers at a precision, every sequence with its full record."""
-    setup = opened.setup(precision_config(opened.config, precision, METHODS_OF[precision][0]))
-    engine = setup.engine()
-    sync_weights(engine, setup, opened.params, opened.multipliers, 0)
-    rows = setup.task.rows(split)[:prompts]
-    requests = make_requests(
-        rows,
-        setup.tokenizer,
-        setup.sampling,
-        group_size=samples,
-        first_sample=FIRST_SAMPLE,
-        seed=seed,
-        audited=len(rows) * samples,
-    )
-    scored = score(generate(engine, requests), [row for row in rows for _ in range(samples)], setup.task, setup.tokenizer)
-    engine.close()
-    verified = ~np.isnan(scored.reward).reshape(len(rows), samples)
-    rate = pass_interval(scored.correct.reshape(len(rows), samples), verified)
-    reward = float(np.nanmean(scored.reward)) if verified.any() else float("nan")
-    return PrecisionRollout(precision, setup, scored.trajectories, rate, reward)
 
 
 def method_report(opened: OpenPolicy, rollout: PrecisionRollout, method: str) -> dict[str, Any]:
@@ -105,21 +62,21 @@ def method_report(opened: OpenPolicy, rollout: PrecisionRollout, method: str) ->
         spec=setup.objective,
         optimizer=make_optimizer(setup.config.optimizer),
         micro_batch_tokens=setup.config.train.micro_batch_tokens,
-        max_length=int(trajectories.lengths().max()),
+        max_length=rollout.max_length,
         replay=setup.config.algorithm.routing_replay,
     )
     measured = measure(opened.params, opened.multipliers, trajectories, settings)
     metrics = {name: value for name, value in finalize(measured.stats).items() if name != "loss" and not name.startswith("policy/")}
     sites: dict[str, dict[str, dict[str, float]]] = {}
-    if trajectories.audit is not None:
-        audited = trajectories.select(trajectories.audit.sequences)
-        for (site, layer), result in compare_sites(
-            setup.objective, opened.params, opened.multipliers, audited, replay=settings.replay
-        ).items():
+    if rollout.precision in FP4:
+        compared = compare_sites(
+            setup.objective, opened.params, opened.multipliers, trajectories, replay=settings.replay, max_length=rollout.max_length
+        )
+        for (site, layer), result in compared.items():
             sites.setdefault(site, {})[str(layer)] = {name: float(metric.mean()) for name, metric in vars(result).items()}
     return {
         "metrics": metrics,
-        "positions": _positions(trajectories, measured.logp),
+        "positions": _positions(trajectories, measured.logp, rollout.max_length),
         "sites": sites,
         "verdict": verdict(metrics["token_mult_prob_error"]),
     }
@@ -154,7 +111,7 @@ def measure_mismatch(
     split: str | None = None,
     max_prompts: int | None = None,
     seed: int = 0,
-    progress: Callable[[str], None] = lambda what: None,
+    announce: Announce = unannounced,
 ) -> dict[str, Any]:
     """The whole report: per precision the pass rate, per method the divergence.
 
@@ -167,33 +124,50 @@ def measure_mismatch(
       max_prompts: prompts of the split; None takes 64.
 
     Raises:
-      UserError: an unknown precision, method or engine, or a cache that does not belong to the policy.
+      UserError: an unknown precision, method or engine, methods that no precision knows, or a cache that does not fit.
     """
     if engine != "jax":
         raise UserError(f"--engine {engine!r} is not available in this version; write jax")
-    for name in precisions or ():
-        require_precision(name)
-    unknown = [name for name in methods or () if name not in METHODS]
-    if unknown:
-        raise UserError(f"--methods {unknown[0]!r} is unknown; write some of: {', '.join(METHODS)}")
+    if cache is not None and (precisions or split or max_prompts):
+        raise UserError("--cache brings its own answers; leave out --precisions, --split and --max-prompts")
+    plan = methods_by_precision(methods, precisions)
+    announce(f"reading {path}")
     opened = open_policy(path, (), task)
     try:
         config = opened.config
-        split, prompts = split or config.eval.split, max_prompts or DEFAULT_PROMPTS
         if cache is not None:
-            rollouts = [cached_rollout(opened, cache)]
-        else:
-            wanted = precisions or tuple(METHODS_OF)
-            rollouts = (roll_out(opened, name, split=split, prompts=prompts, samples=config.eval.samples, seed=seed) for name in wanted)
-        report: dict[str, Any] = {"policy": str(path), "task": config.task.name, "split": split, "seed": seed, "precisions": {}}
-        for rollout in rollouts:
+            plan = methods_by_precision(methods, [stored_precision(config)])
+        report: dict[str, Any] = {
+            "policy": str(path),
+            "task": config.task.name,
+            "split": None if cache is not None else split or config.eval.split,
+            "cache": None if cache is None else str(cache),
+            "seed": seed,
+            "limits": {"token_mult_prob_error": {"safe": SAFE, "risky": RISKY}},
+            "precisions": {},
+        }
+        done, total = 0, sum(1 + len(found) for found in plan.values())
+        for precision, found in plan.items():
+            announce(f"{precision}: {'reading' if cache is not None else 'generating'} answers", done, total)
+            rollout = (
+                cached_rollout(opened, cache)
+                if cache is not None
+                else roll_out(
+                    opened,
+                    precision,
+                    split=report["split"],
+                    prompts=max_prompts or DEFAULT_PROMPTS,
+                    samples=config.eval.samples,
+                    seed=seed,
+                )
+            )
             by_method = {}
-            for method in METHODS_OF[rollout.precision]:
-                if rollout.precision == "bf16" or methods is None or method in methods:
-                    progress(f"{rollout.precision} {method}")
-                    by_method[method] = method_report(opened, rollout, method)
+            for number, method in enumerate(found, done + 1):
+                announce(f"{precision}: compiling and measuring trainer {method}", number, total)
+                by_method[method] = method_report(opened, rollout, method)
+            done += 1 + len(found)
             rate, low, high = rollout.pass_at_1
-            report["precisions"][rollout.precision] = {
+            report["precisions"][precision] = {
                 "sequences": rollout.trajectories.num_sequences,
                 "pass_at_1": rate,
                 "pass_at_1_low": low,
@@ -206,36 +180,35 @@ def measure_mismatch(
         opened.task.close()
 
 
-def cached_rollout(opened: OpenPolicy, directory: Path) -> PrecisionRollout:
-    """Trajectories of a saved guidance cache, as a rollout of the precision that the stored config names.
+def methods_by_precision(methods: Sequence[str] | None, precisions: Sequence[str] | None) -> Mapping[str, list[str]]:
+    """What to measure: the methods of each precision. BF16 has only its own, which is the reference beside any other.
 
     Raises:
-      UserError: the cache holds nothing, or the config mixes precisions.
+      UserError: an unknown name, or a precision that was asked for and knows none of the methods.
     """
-    if not directory.is_dir():
-        raise UserError(f"{directory}: no such folder; write one with trace-jax rollout --save-cache")
-    rollout = opened.config.rollout
-    formats = {rollout.weights, rollout.activations, rollout.kv_cache.k, rollout.kv_cache.v}
-    if len(formats) != 1:
-        raise UserError(f"the policy's config mixes the precisions {sorted(formats)}; a cache is compared at one precision")
-    store = GuidanceCache.open(directory)
-    ids = store.keys()
-    if not len(ids):
-        raise UserError(f"{directory}: the guidance cache holds no sample; write one with trace-jax rollout --save-cache")
-    trajectories = store.get(ids)
-    correct = trajectories.reward >= 1.0
-    rate = pass_interval(correct[:, None], ~np.isnan(trajectories.reward)[:, None])
-    precision = formats.pop()
-    setup = opened.setup(precision_config(opened.config, precision, METHODS_OF[precision][0]))
-    return PrecisionRollout(precision, setup, trajectories, rate, float(np.nanmean(trajectories.reward)))
+    unknown = [name for name in methods or () if name not in METHODS]
+    if unknown:
+        raise UserError(f"--methods {unknown[0]!r} is unknown; write some of: {', '.join(METHODS)}")
+    plan = {}
+    for precision in precisions or METHODS_OF:
+        require_precision(precision)
+        known = METHODS_OF[precision]
+        found = [name for name in known if methods is None or name in methods or precision == "bf16"]
+        if found:
+            plan[precision] = found
+        elif precisions:
+            raise UserError(f"--methods: none of them makes sense at precision {precision}; write some of: {', '.join(known)}")
+    return plan
 
 
-def _positions(trajectories: Trajectories, logp: np.ndarray) -> list[float]:
+def _positions(trajectories: Trajectories, logp: Float[np.ndarray, " N"], max_length: int) -> list[float]:
+    everything = range(trajectories.num_sequences)
+    padded = pad_batch(trajectories, everything, max_length)
+    train = pad_batch(trajectories.replace(logprobs=logp), everything, max_length)
     longest = int(trajectories.sampled_lengths().max())
-    padded = pad_batch(trajectories, range(trajectories.num_sequences), int(trajectories.lengths().max()))
-    train = pad_batch(trajectories.replace(logprobs=logp), range(trajectories.num_sequences), int(trajectories.lengths().max()))
-    stats = position_gap_stats(
-        jnp.asarray(train.logprobs), jnp.asarray(padded.logprobs), jnp.asarray(padded.sampled), num_positions=longest
-    )
+    stats = _position_gap(train.logprobs, padded.logprobs, padded.sampled, num_positions=max_length)
     metric = jax.device_get(stats["position/train_rollout_logprob_abs_diff"])
-    return [float(value) for value in metric.mean()]
+    return [float(value) for value in metric.mean()[:longest]]
+
+
+_position_gap = jax.jit(position_gap_stats, static_argnames=("num_positions",))

@@ -1,24 +1,34 @@
-"""The mismatch report as tables a person reads."""
+"""The mismatch report as tables a person reads, and the answer in a sentence."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from trace_jax.cli.common import result_console
 
-GUIDED = ("trace_scales", "trace", "trace_full")
+UNGUIDED = ("naive", "qat")
+"""Methods of the trainer that read no record, the simplest first."""
+
+POSITION_COLUMNS, LAYER_COLUMNS = 8, 5
+"""Columns at most; longer answers and deeper models are shown in ranges."""
+
+STYLES = {"safe": "bold green", "risky": "bold yellow", "unsafe": "bold red"}
 
 
 def print_mismatch(report: Mapping[str, Any]) -> None:
-    """Prints the answer, then the figures as a whole, per answer position, and per layer."""
+    """Prints the figures as a whole, per answer position and per layer, and at the end, where a terminal stays, the answer."""
     console = result_console()
     console.print(_summary(report))
     console.print(
-        "gap = |log p(train) - log p(rollout)| on sampled tokens, from the training objective's own compiled forward. Guided\n"
-        "methods (trace*) replay the rollout's rounding, so read them beside the pass rate at that precision and beside qat.",
+        "gap: |log p(trainer) - log p(rollout)| of each sampled token, in nats, measured with the compiled program that trains.\n"
+        "exp|gap|: mean factor between the two probabilities of a token; 1 is perfect. Same routing: tokens and layers for which\n"
+        "the trainer's own router would have chosen the rollout's experts. Trainers: naive does not round, qat rounds by itself,\n"
+        "trace* follow the rollout's record, so their gap is small partly by construction.",
         style="dim",
     )
     console.print(_positions(report))
@@ -27,89 +37,118 @@ def print_mismatch(report: Mapping[str, Any]) -> None:
         if layers is not None:
             console.print(layers)
     for line in answers(report):
-        console.print(line)
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def answers(report: Mapping[str, Any]) -> list[str]:
-    """One sentence per precision below BF16: is it safe, and with which method of the trainer."""
-    lines = []
-    for precision, entry in report["precisions"].items():
-        if precision == "bf16":
-            continue
-        safe = [name for name, result in entry["methods"].items() if result["verdict"] == "safe"]
-        unguided = [name for name in safe if name not in GUIDED]
-        if unguided:
-            lines.append(f"{precision}: safe already with {', '.join(unguided)}.")
-        elif safe:
-            lines.append(f"{precision}: safe with guidance ({', '.join(safe)}); without it the gap is too wide.")
-        else:
-            lines.append(f"{precision}: not safe with any method measured here.")
+    """The answer: the rule of the verdict, then per precision below BF16 whether it is safe, and what to do."""
+    limits = report["limits"]["token_mult_prob_error"]
+    lines = [f"Verdict by exp|gap|: safe up to {limits['safe']}, risky up to {limits['risky']}, unsafe above."]
+    lines += [_answer(precision, entry["methods"]) for precision, entry in report["precisions"].items() if precision != "bf16"]
+    lines.append(
+        "This compares trainer and rollout. Whether the rounded model answers as well is the pass@1 column: compare it with bf16's."
+    )
     return lines
 
 
+def _answer(precision: str, methods: Mapping[str, Any]) -> str:
+    safe = [name for name, result in methods.items() if result["verdict"] == "safe"]
+    error = {name: result["metrics"]["token_mult_prob_error"] for name, result in methods.items()}
+    unguided = [name for name in safe if name in UNGUIDED]
+    if unguided:
+        return f"{precision}: safe without guidance. Next: train with method={unguided[0]} (exp|gap| {error[unguided[0]]:.3f})."
+    if safe:
+        without = [f"{name} {error[name]:.3f}" for name in methods if name in UNGUIDED]
+        contrast = f"; without it the gap is too wide: {', '.join(without)}" if without else ""
+        return f"{precision}: safe with guidance. Next: train with method={safe[0]} (exp|gap| {error[safe[0]]:.3f}{contrast})."
+    best = min(methods, key=lambda name: (error[name] != error[name], error[name]))
+    return (
+        f"{precision}: {methods[best]['verdict']}; the closest trainer measured is {best} (exp|gap| {error[best]:.3f}). "
+        "Next: record more (method=trace_full), or keep the rollout in bf16."
+    )
+
+
 def _summary(report: Mapping[str, Any]) -> Table:
-    table = Table(title=f"Is it safe to move {report['policy']} to FP4? ({report['task']}, {report['split']})", title_justify="left")
-    for name in ("precision", "pass@1 [95 %]", "trainer"):
-        table.add_column(name)
-    for name in ("KL (k3)", "mean gap", "max gap", "exp|gap|", "own routing", "verdict"):
-        table.add_column(name, justify="right")
+    answered = report["cache"] or f"{report['split']} split"
+    table = _table(f"Is it safe to move {report['policy']} to FP4? ({report['task']}, {answered})")
+    for name in ("rollout", "pass@1 [95 %]", "trainer"):
+        table.add_column(name, no_wrap=True)
+    for name in ("KL (k3)", "mean gap", "largest", "exp|gap|", "same routing", "verdict"):
+        table.add_column(name, justify="right", no_wrap=True)
     for precision, entry in report["precisions"].items():
         rate = f"{entry['pass_at_1']:.3f} [{entry['pass_at_1_low']:.3f}, {entry['pass_at_1_high']:.3f}]"
         for index, (method, result) in enumerate(entry["methods"].items()):
             metrics = result["metrics"]
+            routing = metrics.get("router/agreement")
             table.add_row(
                 precision if index == 0 else "",
-                rate if index == 0 else "",
+                Text(rate if index == 0 else ""),
                 method,
-                f"{metrics['rollout_corr/k3_kl']:.2e}",
+                f"{metrics['rollout_corr/k3_kl']:.1e}",
                 f"{metrics['train_rollout_logprob_abs_diff']:.4f}",
                 f"{metrics['train_rollout_logprob_abs_diff_max']:.3f}",
                 f"{metrics['token_mult_prob_error']:.4f}",
-                f"{metrics.get('router/agreement', float('nan')):.3f}",
-                result["verdict"],
+                "-" if routing is None else f"{routing:.1%}",
+                Text(result["verdict"], STYLES[result["verdict"]]),
             )
         table.add_section()
     return table
 
 
 def _positions(report: Mapping[str, Any]) -> Table:
-    table = Table(title="Mean gap by token of the answer", title_justify="left")
+    table = _table("Mean gap (nats) by token of the answer, the first is 1: does it grow?")
     longest = max(len(result["positions"]) for entry in report["precisions"].values() for result in entry["methods"].values())
-    bins = _bins(longest)
-    table.add_column("precision")
-    table.add_column("trainer")
-    for low, high in bins:
-        table.add_column(str(low) if high == low + 1 else f"{low}-{high - 1}", justify="right")
+    ranges = _ranges(longest, POSITION_COLUMNS)
+    table.add_column("rollout", no_wrap=True)
+    table.add_column("trainer", no_wrap=True)
+    for low, high in ranges:
+        table.add_column(_span(low + 1, high), justify="right", no_wrap=True)
     for precision, entry in report["precisions"].items():
-        for method, result in entry["methods"].items():
+        for index, (method, result) in enumerate(entry["methods"].items()):
             cells = []
-            for low, high in bins:
+            for low, high in ranges:
                 values = [value for value in result["positions"][low:high] if value == value]
                 cells.append(f"{sum(values) / len(values):.4f}" if values else "-")
-            table.add_row(precision, method, *cells)
+            table.add_row(precision if index == 0 else "", method, *cells)
         table.add_section()
     return table
 
 
 def _layers(precision: str, methods: Mapping[str, Any]) -> Table | None:
-    if not any(result["sites"] for result in methods.values()):
-        return None
-    table = Table(title=f"{precision}: values equal in trainer and rollout (D_act, relative) by layer", title_justify="left")
-    table.add_column("trainer")
-    table.add_column("site")
     layers = sorted({int(layer) for result in methods.values() for site in result["sites"].values() for layer in site})
-    for layer in layers:
-        table.add_column(f"layer {layer}", justify="right")
+    if not layers:
+        return None
+    ranges = [layers[low:high] for low, high in _ranges(len(layers), LAYER_COLUMNS)]
+    worst = ", worst layer of the range" if len(ranges) < len(layers) else ""
+    table = _table(f"{precision}: share of values rounded alike in trainer and rollout (distance D_act, 0 is equal) by layer{worst}")
+    table.add_column("trainer", no_wrap=True)
+    table.add_column("site", no_wrap=True)
+    for group in ranges:
+        table.add_column(f"layer {_span(group[0], group[-1])}", justify="right", no_wrap=True)
     for method, result in methods.items():
-        for site, by_layer in result["sites"].items():
-            cells = [f"{by_layer[str(i)]['code_agreement']:.3f} ({by_layer[str(i)]['d_act']:.3f})" for i in layers]
-            table.add_row(method, site, *cells)
+        for index, (site, by_layer) in enumerate(result["sites"].items()):
+            table.add_row(method if index == 0 else "", site, *(_agreement(by_layer, group) for group in ranges))
         table.add_section()
     return table
 
 
-def _bins(length: int, most: int = 8) -> list[tuple[int, int]]:
-    if length <= most:
-        return [(i, i + 1) for i in range(length)]
-    edges = [round(i * length / most) for i in range(most + 1)]
+def _agreement(by_layer: Mapping[str, Any], layers: Sequence[int]) -> str:
+    found = [by_layer[str(layer)] for layer in layers if str(layer) in by_layer]
+    if not found:
+        return "-"
+    return f"{min(one['code_agreement'] for one in found):.1%} ({max(one['d_act'] for one in found):.3f})"
+
+
+def _table(title: str) -> Table:
+    return Table(title=Text(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _ranges(length: int, most: int) -> list[tuple[int, int]]:
+    """At most `most` ranges of about equal size."""
+    count = min(length, most)
+    edges = [round(i * length / count) for i in range(count + 1)]
     return list(zip(edges[:-1], edges[1:], strict=True))

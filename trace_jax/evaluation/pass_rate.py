@@ -92,6 +92,6 @@ def pass_interval(correct: Bool[np.ndarray, "P S"], verified: Bool[np.ndarray, "
     if correct.shape[1] == 1:
         centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
         half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-        return rate, centre - half, centre + half
+        return rate, max(0.0, centre - half), min(1.0, centre + half)  # rounding can lead just beyond
     error = z * float(means.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
     return rate, max(0.0, rate - error), min(1.0, rate + error)

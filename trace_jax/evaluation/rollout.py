@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from trace_jax.cli.common import require_writable
+from trace_jax.cli.progress import Announce, unannounced
 from trace_jax.config import load
 from trace_jax.errors import UserError
 from trace_jax.evaluation.open_policy import OpenPolicy, open_policy
@@ -28,6 +30,7 @@ def generate_rollouts(
     split: str | None = None,
     max_prompts: int | None = None,
     seed: int = 0,
+    announce: Announce = unannounced,
 ) -> dict[str, Any]:
     """Generates `rollout.group_size` scored answers per prompt.
 
@@ -41,8 +44,11 @@ def generate_rollouts(
     """
     if out.exists():
         raise UserError(f"{out} exists; choose another --out, nothing is overwritten")
-    if save_cache is not None and save_cache.exists() and any(save_cache.iterdir()):
-        raise UserError(f"{save_cache} is not empty; choose another --save-cache")
+    if save_cache is not None and save_cache.exists() and (not save_cache.is_dir() or any(save_cache.iterdir())):
+        raise UserError(f"{save_cache} is not an empty folder; choose another --save-cache")
+    for path in (out, save_cache) if save_cache is not None else (out,):
+        require_writable(path)
+    announce(f"reading {source}")
     opened = _open(source, overrides)
     config = opened.config
     split = split or config.eval.split
@@ -58,6 +64,7 @@ def generate_rollouts(
             seed=seed,
             audited=len(rows) * config.rollout.group_size if save_cache is not None else 0,
         )
+        announce(f"generating {len(requests)} answers, {split} split")
         engine = setup.engine()
         sync_weights(engine, setup, opened.params, opened.multipliers, 0)
         trajectories = generate(engine, requests)
@@ -81,6 +88,7 @@ def generate_rollouts(
         cache = GuidanceCache.open(save_cache, config.guidance.cache_budget_mb << 20)
         cache.put(scored.trajectories)
         result |= {"cache": str(save_cache), "cache_bytes": cache.stats().bytes}
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(out, json_rows(scored.trajectories, setup.tokenizer))
     return result
 

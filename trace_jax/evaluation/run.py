@@ -7,6 +7,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+from rich.text import Text
+
+from trace_jax.cli.common import result_console
+from trace_jax.cli.progress import Announce, unannounced
 from trace_jax.evaluation.open_policy import OpenPolicy, open_policy, precision_config
 from trace_jax.evaluation.pass_rate import PassRate, measure_pass_rate
 from trace_jax.train.setup import sync_weights
@@ -23,16 +28,19 @@ def evaluate_policy(
     max_prompts: int | None = None,
     greedy: bool = False,
     seed: int = 0,
+    announce: Announce = unannounced,
 ) -> dict[str, Any]:
     """Measures a policy on a split of its task; None takes the stored setting.
 
     Returns:
       The fields of `PassRate`, and `policy`, `task`, `split`, `precision`, `greedy`, `temperature`.
     """
+    announce(f"reading {path}")
     opened = open_policy(path, overrides, task)
     try:
         config = opened.config
         split = split or config.eval.split
+        announce(f"generating and verifying answers, {split} split, {precision or 'own precision'}")
         result = pass_rate_at(
             opened,
             precision,
@@ -75,19 +83,24 @@ def pass_rate_at(
 
 def print_pass_rate(result: dict[str, Any]) -> None:
     """One table on stdout."""
-    from rich.table import Table
-
-    from trace_jax.cli.common import result_console
-
-    table = Table(title=f"{result['policy']} on {result['task']} ({result['split']})", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
+    table = Table(
+        title=Text(f"{result['policy']} on {result['task']} ({result['split']} split)", "bold"),
+        title_justify="left",
+        box=None,
+        show_header=False,
+    )
+    table.add_column(style="dim")
+    table.add_column()
     name = "pass@1" if result["samples"] == 1 else f"avg@{result['samples']}"
-    table.add_row("precision", str(result["precision"]))
-    table.add_row(name, f"{result['pass_at_1']:.3f}  [{result['low']:.3f}, {result['high']:.3f}]")
-    table.add_row("mean reward", f"{result['reward_mean']:.3f}")
-    table.add_row("prompts x samples", f"{result['prompts']} x {result['samples']}")
-    table.add_row("mean answer length", f"{result['response_length_mean']:.1f} tokens")
-    table.add_row("cut at the limit", f"{result['truncated_fraction']:.1%}")
-    table.add_row("verifier errors", str(result["verifier_errors"]))
+    rows = {
+        "rollout precision": str(result["precision"]),
+        f"{name} [95 %]": f"{result['pass_at_1']:.3f} [{result['low']:.3f}, {result['high']:.3f}]",
+        "mean reward": f"{result['reward_mean']:.3f}",
+        "prompts x answers": f"{result['prompts']} x {result['samples']}",
+        "mean answer length": f"{result['response_length_mean']:.1f} tokens",
+        "answers cut at the limit": f"{result['truncated_fraction']:.1%}",
+        "verifier errors": str(result["verifier_errors"]),
+    }
+    for label, value in rows.items():
+        table.add_row(Text(label), Text(value))
     result_console().print(table)

@@ -62,11 +62,13 @@ def apply_experts(
     return {"dense": _dense, "ragged": _ragged}[implementation](x, ids, mixing, weights, quantize_hidden)
 
 
-def _silu_gate(gate: Array, up: Array) -> Array:
+def _silu_gate(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
     return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
-def _dense(x: Array, ids: Array, mixing: Array, weights: ExpertWeights, quantize_hidden: QuantizeHidden) -> Array:
+def _dense(
+    x: Float[Array, "N D"], ids: Int[Array, "N k"], mixing: Float[Array, "N k"], weights: ExpertWeights, quantize_hidden: QuantizeHidden
+) -> Float[Array, "N D"]:
     num_experts, hidden, width = weights.gate.shape
     one_hot = jax.nn.one_hot(ids, num_experts, dtype=jnp.float32)
     mixing_per_expert = jnp.sum(one_hot * mixing[:, :, None], axis=1)
@@ -78,7 +80,9 @@ def _dense(x: Array, ids: Array, mixing: Array, weights: ExpertWeights, quantize
     return folded.reshape(-1, num_experts * hidden) @ down
 
 
-def _ragged(x: Array, ids: Array, mixing: Array, weights: ExpertWeights, quantize_hidden: QuantizeHidden) -> Array:
+def _ragged(
+    x: Float[Array, "N D"], ids: Int[Array, "N k"], mixing: Float[Array, "N k"], weights: ExpertWeights, quantize_hidden: QuantizeHidden
+) -> Float[Array, "N D"]:
     tokens, k = ids.shape
     num_experts = weights.gate.shape[0]
     flat_ids = ids.reshape(-1)

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from pallas_kernels import Quantized, block_format, dequantize
+from pallas_kernels.pytrees import register_arrays
 from trace_jax.quantization.plan import BLOCK_FORMATS, QuantPlan
 from trace_jax.quantization.sites import Captured
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class CacheSide:
     """Keys or values of all layers.
@@ -29,13 +29,13 @@ class CacheSide:
       format: name of the number format of the stored data.
     """
 
-    data: Array
-    scales: Array | None
-    multiplier: Array | None
+    data: Shaped[Array, "L B S K width"]
+    scales: UInt8[Array, "L B S K blocks"] | None
+    multiplier: Float[Array, "L B S"] | None
     format: str = field(metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class KVCache:
     """Both sides of the cache."""
@@ -71,7 +71,7 @@ def append(
     """Writes the tokens at `positions`; positions beyond the cache are dropped."""
     rows = jnp.arange(values.shape[0], dtype=jnp.int32)[:, None]
 
-    def write(buffer: Array, update: Array) -> Array:
+    def write(buffer: Shaped[Array, "L B S *width"], update: Shaped[Array, "B T *width"]) -> Shaped[Array, "L B S *width"]:
         return buffer.at[layer, rows, positions].set(update.astype(buffer.dtype), mode="drop")
 
     if captured is None:

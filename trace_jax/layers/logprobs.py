@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 LOGITS_LIMIT = 1 << 24
 """Largest number of logits held at once; beyond it the time axis is processed in slices."""
@@ -24,35 +24,40 @@ def entropy_of(logp: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
 
 
 def token_logprobs(
-    hidden: Float[Array, "B T D"], head: Float[Array, "V D"], targets: Int[Array, "B T"], temperature: Float[Array, " B"]
+    hidden: Float[Array, "B T D"], head: Float[Array, "V D"], targets: Int[Array, "B T"], temperature: Float[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of `targets[:, t]` given `hidden[:, t]`, and the entropy of that distribution.
 
     Args:
-      temperature: the logits of a sequence are divided by its temperature first; 0 (greedy) counts as 1.
+      temperature: the logits are divided by the temperature of their target first; 0 (greedy) counts as 1.
 
     Returns:
       `(logp, entropy)` in float32, nats.
     """
     batch, length, _ = hidden.shape
-    divisor = jnp.where(temperature > 0, temperature, 1.0)[:, None, None]
+    divisor = jnp.where(temperature > 0, temperature, 1.0)
 
-    def of_slice(hidden: Array, targets: Array) -> tuple[Array, Array]:
-        logp = jax.nn.log_softmax(logits_of(hidden, head) / divisor, axis=-1)
+    def of_slice(
+        hidden: Float[Array, "B S D"], targets: Int[Array, "B S"], divisor: Float[Array, "B S"]
+    ) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
+        logp = jax.nn.log_softmax(logits_of(hidden, head) / divisor[..., None], axis=-1)
         chosen = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
         return chosen, entropy_of(logp)
 
     width = max(1, LOGITS_LIMIT // (batch * head.shape[0]))
     if width >= length:
-        return of_slice(hidden, targets)
+        return of_slice(hidden, targets, divisor)
     slices = -(-length // width)
     padding = slices * width - length
-    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))).reshape(batch, slices, width, -1)
-    targets = jnp.pad(targets, ((0, 0), (0, padding))).reshape(batch, slices, width)
-    step = jax.checkpoint(lambda _, xs: (None, of_slice(*xs)))
-    _, (logp, entropy) = jax.lax.scan(step, None, (jnp.moveaxis(hidden, 1, 0), jnp.moveaxis(targets, 1, 0)))
 
-    def merge(x: Array) -> Array:
+    def split(x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "slices B S *rest"]:
+        padded = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)), mode="edge")
+        return jnp.moveaxis(padded.reshape(batch, slices, width, *x.shape[2:]), 1, 0)
+
+    step = jax.checkpoint(lambda _, xs: (None, of_slice(*xs)))
+    _, (logp, entropy) = jax.lax.scan(step, None, (split(hidden), split(targets), split(divisor)))
+
+    def merge(x: Float[Array, "slices B S"]) -> Float[Array, "B T"]:
         return jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :length]
 
     return merge(logp), merge(entropy)

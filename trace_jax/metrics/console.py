@@ -8,6 +8,8 @@ from rich.text import Text
 
 _SHOWN = (
     ("loss", "loss", "{:.4f}"),
+    ("sft/loss", "loss", "{:.4f}"),
+    ("sft/pass_at_1", "pass", "{:.3f}"),
     ("reward/mean", "reward", "{:.3f}"),
     ("reward/pass_rate", "pass", "{:.3f}"),
     ("rollout_corr/k3_kl", "kl", "{:.1e}"),

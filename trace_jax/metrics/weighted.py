@@ -2,14 +2,16 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Integer
+
+from pallas_kernels.pytrees import register_arrays
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class WeightedMetric:
     """A mean that is not divided yet: a sum of values and how many values it holds.
@@ -18,25 +20,25 @@ class WeightedMetric:
     it stays exact where a float32 count would stop at 2**24 tokens. A pytree, so it can leave a jitted function.
     """
 
-    sum: jax.Array | np.ndarray | float
-    count: jax.Array | np.ndarray | int
+    sum: Float[Any, "*positions"] | float
+    count: Integer[Any, "*positions"] | int
 
     def merge(self, other: "WeightedMetric") -> "WeightedMetric":
         """The metric over both parts; works under jit (for accumulating inside a scan) and on the host."""
         return WeightedMetric(self.sum + other.sum, self.count + other.count)
 
-    def mean(self) -> np.ndarray:
+    def mean(self) -> Float[np.ndarray, "*positions"]:
         """sum / count in float64 on the host; NaN where nothing was counted."""
         total, count = np.asarray(self.sum, np.float64), np.asarray(self.count, np.float64)
         return np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class MaxMetric:
     """A maximum over values that are never negative; 0 when there was none."""
 
-    maximum: jax.Array | np.ndarray | float
+    maximum: Float[Any, ""] | float
 
     def merge(self, other: "MaxMetric") -> "MaxMetric":
         """The larger of both; works under jit and on the host. NaN wins, so that it cannot hide."""

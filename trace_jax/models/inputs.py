@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.pytrees import register_arrays
 from trace_jax.layers.kv_cache import KVCache
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.plan import UNQUANTIZED, QuantPlan
@@ -41,11 +41,11 @@ class ForwardOptions:
 class SiteValues(NamedTuple):
     """A site's values before and after rounding."""
 
-    before: Array | np.ndarray
-    after: Array | np.ndarray
+    before: Float[Array | np.ndarray, "*site"]
+    after: Float[Array | np.ndarray, "*site"]
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class ForwardInputs:
     """Arrays of a forward pass.
@@ -69,7 +69,7 @@ class ForwardInputs:
     cache: KVCache | None = None
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class ForwardOutput:
     """Results of a forward pass.
@@ -89,5 +89,5 @@ class ForwardOutput:
     own_routes: Int[Array, "B T L k"]
     captured: dict[str, Captured]
     observed: dict[str, Any]
-    parity: dict[str, tuple[Array, Array]]
+    parity: dict[str, tuple[Float[Array, " L"], Float[Array, " L"]]]
     cache: KVCache | None

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from trace_jax.errors import UserError
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
@@ -65,11 +65,11 @@ def _skeleton(family: str, config: ModelConfig) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: family_of(family).module(config, nnx.Rngs(0))))
 
 
-def init_params(family: str, config: ModelConfig, key: Array) -> Params:
+def init_params(family: str, config: ModelConfig, key: PRNGKeyArray) -> Params:
     """Random float32 parameters."""
 
     @jax.jit
-    def build(key: Array) -> Params:
+    def build(key: PRNGKeyArray) -> Params:
         return nnx.to_pure_dict(nnx.state(family_of(family).module(config, nnx.Rngs(params=key)), nnx.Param))
 
     return build(key)

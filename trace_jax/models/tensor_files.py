@@ -116,7 +116,7 @@ class TensorFiles:
 def write_tensors(
     directory: Path,
     shapes: NamedShapes,
-    tensors: Iterable[tuple[str, Float[np.ndarray, "*shape"]]],
+    tensors: Iterable[tuple[str, Float[np.ndarray, "*_"]]],
     dtype: np.dtype,
     max_shard_bytes: int,
 ) -> None:
@@ -192,7 +192,7 @@ def listed(names: list[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _narrow(name: str, values: Float[np.ndarray, "*shape"], dtype: np.dtype) -> np.ndarray:
+def _narrow(name: str, values: Float[np.ndarray, "*shape"], dtype: np.dtype) -> Float[np.ndarray, "*shape"]:
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = np.ascontiguousarray(values, dtype=np.float32).astype(dtype)
     if not np.isfinite(narrow).all():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from trace_jax.errors import UserError
 from trace_jax.layers.attention import causal_mask
@@ -64,11 +64,11 @@ def _refuse_damaged(params: Params) -> None:
 
 
 @jax.jit
-def _all_finite(leaves: list[Array]) -> list[Bool[Array, ""]]:
+def _all_finite(leaves: list[Float[Array, "*_"]]) -> list[Bool[Array, ""]]:
     return [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
 
 
-def _equal_length_batches(sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+def _equal_length_batches(sequences: Sequence[Sequence[int]]) -> list[Int32[np.ndarray, "rows width"]]:
     """Stacks windows of equal width, so that no pad token enters the statistics.
 
     The width is the largest power of two that a sequence holds; a first and a last window cover it whole.

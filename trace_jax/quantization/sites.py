@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from pallas_kernels import Guide, block_format, dequantize, fake_quant, fake_quant_fp8, guided_fake_quant, quantize
+from pallas_kernels.pytrees import register_arrays
 from trace_jax.quantization.multipliers import KV_SITES, token_multiplier
 from trace_jax.quantization.plan import SitePlan
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class SiteGuide:
     """The rollout's record of one site for a padded batch; `Ls` recorded layers.
@@ -35,7 +35,7 @@ class SiteGuide:
     slots: Int[Array, " L"]
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class GuideBatch:
     """The guidance of a padded batch: one `SiteGuide` per recorded site and the tokens that have a record.
@@ -64,7 +64,7 @@ class GuideBatch:
         return Guide(kind=self.kind, data=data, scales=guide.scales[index], multiplier=multiplier, valid=jnp.broadcast_to(valid, rows))
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class Captured:
     """The engine's own rounding of one site.
@@ -138,7 +138,7 @@ def parity_agreement(
     return jnp.sum((own == rounded) & valid, dtype=jnp.float32), jnp.sum(valid, dtype=jnp.float32)
 
 
-def _multiplier_for(site: str, x: Array, multiplier: Array | None, per_token: bool) -> Array:
+def _multiplier_for(site: str, x: Float[Array, "*rows d"], multiplier: Float[Array, ""] | None, per_token: bool) -> Float[Array, "*#rows"]:
     if per_token:
         return token_multiplier(site, x, shared_axes=1 if site in KV_SITES else 0)
     if multiplier is None:

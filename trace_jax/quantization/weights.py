@@ -18,7 +18,7 @@ from trace_jax.quantization.plan import Format
 def expert_multipliers(weights: ExpertWeights) -> tuple[Float[Array, "*L E"], Float[Array, "*L E"]]:
     """Decode multipliers per expert: one shared by gate and up, one for down; finite and positive also for a dead expert."""
 
-    def amax(w: Array) -> Array:
+    def amax(w: Float[Array, "*L E out in"]) -> Float[Array, "*L E"]:
         return jnp.max(jnp.abs(jax.lax.stop_gradient(w)), axis=(-2, -1))
 
     return decode_multiplier(jnp.maximum(amax(weights.gate), amax(weights.up))), decode_multiplier(amax(weights.down))
@@ -65,5 +65,5 @@ def quantize_experts(masters: ExpertWeights, fmt: Format) -> dict[str, Quantized
     }
 
 
-def _rows(per_expert: Array, weight: Array) -> Array:
+def _rows(per_expert: Float[Array, "*E"], weight: Float[Array, "*E out in"]) -> Float[Array, "*E out"]:
     return jnp.broadcast_to(per_expert[..., None], weight.shape[:-1])

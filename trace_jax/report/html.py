@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trace_jax.report.sections import SECTIONS, Panel, Section
 from trace_jax.report.series import Run
-from trace_jax.report.style import COLORS, new_figure
+from trace_jax.report.style import COLORS, legend_height, new_figure
 from trace_jax.report.summary import MISSING, summary_table
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ def _figure(panel: Panel, runs: Sequence[Run]) -> str:
     axes = figure.subplots()
     axes.set_title(panel.title)
     panel.draw(axes, runs)
+    if not bars:
+        figure.set_figheight(height + legend_height(axes))
     data = base64.b64encode(png_bytes(figure)).decode()
     kind = ' class="wide"' if panel.wide else ""
     return (

@@ -3,19 +3,30 @@
 With one run colours tell the lines apart; with several each run has one colour and line styles tell the lines apart.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jaxtyping import Float
 
 from trace_jax.report.series import Run, Series
-from trace_jax.report.style import BLUE, COLORS, GREY, INK, ORANGE, TEAL, integer_steps, legend, not_recorded, trend
+from trace_jax.report.style import (
+    BLUE,
+    COLORS,
+    ORANGE,
+    TEAL,
+    integer_steps,
+    legend,
+    not_recorded,
+    percentages,
+    short_numbers,
+    trend,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Draw = Callable[["Axes", Sequence[Run]], None]
 
 
 @dataclass(frozen=True)
@@ -26,10 +37,19 @@ class Line:
     label: str
     color: str = BLUE
     linestyle: str = "-"
+    smooth: bool = True
 
 
-def draw_lines(axes: "Axes", runs: Sequence[Run], lines: Sequence[Line] | Callable[[Run], Sequence[Line]], *, log: bool = False) -> None:
-    """Metrics over steps; ``lines`` may depend on the run. A log axis leaves out zeros and says so when a line has nothing else."""
+Lines = Sequence[Line] | Callable[[Run], Sequence[Line]]
+
+
+def draw_lines(axes: "Axes", runs: Sequence[Run], lines: Lines, *, unit: str, log: bool = False, share: bool = False) -> None:
+    """Metrics over steps; ``lines`` may depend on the run. A log axis leaves out zeros; a line of zeros says so in the legend.
+
+    Args:
+        unit: label of the value axis.
+        share: the values are fractions, shown as percentages.
+    """
     found: list[tuple[int, str, Line, Series]] = []
     for index, run in enumerate(runs):
         chosen = lines(run) if callable(lines) else lines
@@ -41,18 +61,27 @@ def draw_lines(axes: "Axes", runs: Sequence[Run], lines: Sequence[Line] | Callab
     if not found:
         not_recorded(axes)
         return
+    nonzero = any(series.values.any() for *_, series in found)
     log = log and any((series.values > 0).any() for *_, series in found)
     for index, label, line, series in found:
         color, linestyle = (line.color, "-") if len(runs) == 1 else (COLORS[index % len(COLORS)], line.linestyle)
+        label = label if series.values.any() else f"{label}: always 0"
         if log:
             positive = series.values > 0
             series = Series(series.steps[positive], series.values[positive])
         if series:
-            trend(axes, series, color, label, linestyle=linestyle, log=log)
+            trend(axes, series, color, label, linestyle=linestyle, log=log, smooth=line.smooth)
         else:
-            axes.plot([], [], linestyle, color=color, label=f"{label}: 0 at every step")
+            axes.plot([], [], linestyle, color=color, label=label)
     if log:
         axes.set_yscale("log")
+    elif not nonzero:
+        axes.set_ylim(-0.02, 1)  # around a line of zeros the axis would show negative values, which there are none of
+    if share:
+        percentages(axes)
+    elif not log:
+        short_numbers(axes)
+    axes.set_ylabel(unit)
     integer_steps(axes)
     legend(axes)
 
@@ -76,6 +105,7 @@ def draw_reward(axes: "Axes", runs: Sequence[Run]) -> None:
     if not drawn:
         not_recorded(axes)
         return
+    axes.set_ylabel("reward (line), pass rate (points)" if any(run.evaluations() for run in runs) else "reward")
     integer_steps(axes)
     legend(axes)
 
@@ -90,7 +120,7 @@ def draw_evaluation(axes: "Axes", run: Run, split: str, what: str, points: Serie
     )  # fmt: skip
 
 
-def interval(run: Run, split: str, what: str, points: Series) -> tuple[np.ndarray, np.ndarray]:
+def interval(run: Run, split: str, what: str, points: Series) -> tuple[Float[np.ndarray, " steps"], Float[np.ndarray, " steps"]]:
     """The recorded confidence interval at each point; the point itself where there is none."""
     bounds = []
     for end in ("low", "high"):
@@ -100,10 +130,8 @@ def interval(run: Run, split: str, what: str, points: Series) -> tuple[np.ndarra
     return np.minimum(bounds[0], points.values), np.maximum(bounds[1], points.values)
 
 
-def draw_audit(axes: "Axes", runs: Sequence[Run], what: str, *, log: bool = False) -> None:
+def draw_audit(axes: "Axes", runs: Sequence[Run], what: str, *, unit: str, log: bool = False) -> None:
     """The newest audited figure by layer, one line a site: a share, or on a log axis a distance."""
-    from matplotlib.ticker import PercentFormatter
-
     drawn = positive = False
     layers_seen: set[int] = set()
     for index, run in enumerate(runs):
@@ -114,7 +142,8 @@ def draw_audit(axes: "Axes", runs: Sequence[Run], what: str, *, log: bool = Fals
             color = COLORS[(number if len(runs) == 1 else index) % len(COLORS)]
             marker = "osD^vP"[number % 6]
             label = site if len(runs) == 1 else f"{run.name} · {site}"
-            axes.plot(list(layers), list(layers.values()), color=color, marker=marker, markersize=5, linewidth=1.4, label=label)
+            values = [math.nan if log and value == 0 else value for value in layers.values()]
+            axes.plot(list(layers), values, color=color, marker=marker, markersize=5, linewidth=1.4, label=label)
     if not drawn:
         not_recorded(axes)
         return
@@ -122,65 +151,15 @@ def draw_audit(axes: "Axes", runs: Sequence[Run], what: str, *, log: bool = Fals
         if positive:  # an exact replay has distance 0 everywhere, which a log axis cannot show
             axes.set_yscale("log")
     else:
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        percentages(axes)
         bottom, top = axes.get_ylim()
         margin = 0.04 * (top - bottom)
         axes.set_ylim(max(bottom, -margin), min(top, 1.0 + margin))  # no share beyond 0 and 1 on the axis
     if len(layers_seen) <= 16:
         axes.set_xticks(sorted(layers_seen))
     axes.set_xlabel("layer")
+    axes.set_ylabel(unit)
     legend(axes)
-
-
-def draw_bytes(axes: "Axes", runs: Sequence[Run]) -> None:
-    """Size of the record per token, split by site, one bar a run."""
-    sizes = [run.bytes_per_token() for run in runs]
-    if not any(sizes):
-        not_recorded(axes)
-        return
-    stacked_bars(axes, [run.name for run in runs], sizes, unit="B", total_format="{:,.0f}")
-    axes.set_xlabel("bytes per token")
-
-
-def draw_time(axes: "Axes", runs: Sequence[Run]) -> None:
-    """Where the time of a step goes: the median of every part, one bar a run; the rest of the step is 'other'."""
-    splits = [time_split(run) for run in runs]
-    if not any(splits):
-        not_recorded(axes)
-        return
-    stacked_bars(axes, [run.name for run in runs], splits, unit="s", total_format="{:.2f}")
-    axes.set_xlabel("seconds per step (median)")
-
-
-def time_split(run: Run) -> dict[str, float]:
-    """Median seconds of every recorded part of a step."""
-    parts = {key.removeprefix("time/"): run.series(key).median() for key in run.keys("time/") if key != "time/step"}
-    order = ("rollout", "reward", "train", "sync", "checkpoint")
-    parts = {name: parts[name] for name in sorted(parts, key=lambda n: (order.index(n) if n in order else len(order), n))}
-    step = run.series("time/step")
-    if step and step.median() > sum(parts.values()) * 1.005:
-        parts["other"] = step.median() - sum(parts.values())
-    return parts
-
-
-def stacked_bars(axes: "Axes", names: Sequence[str], parts: Sequence[dict[str, float]], *, unit: str, total_format: str) -> None:
-    """Horizontal bars of named parts, the total at the end; parts keep their colour over the bars."""
-    labels = list(dict.fromkeys(label for split in parts for label in split))
-    left = np.zeros(len(names))
-    for number, label in enumerate(labels):
-        widths = np.array([split.get(label, 0.0) for split in parts])
-        axes.barh(range(len(names)), widths, left=left, height=0.5, color=COLORS[number % len(COLORS)], label=label, edgecolor="white")
-        left += widths
-    for row, total in enumerate(left):
-        text = f"{total_format.format(total)} {unit}" if parts[row] else "not recorded"
-        color, weight = (INK, "bold") if parts[row] else (GREY, "normal")
-        axes.annotate(text, (total, row), color=color, fontweight=weight, xytext=(6, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(names)), names if len(names) > 1 else [""])
-    axes.set_ylim(len(names) - 0.45, -1.15)  # room above the first bar for the legend
-    axes.set_xlim(0, max(left) * 1.18 or 1.0)
-    axes.grid(axis="x")
-    axes.grid(visible=False, axis="y")
-    axes.legend(loc="upper left", ncols=len(labels), columnspacing=1.2, handlelength=1.0, borderpad=0.2)
 
 
 def mismatch_lines(run: Run, *, medians: bool = False) -> tuple[Line, ...]:

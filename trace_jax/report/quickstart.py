@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trace_jax.files import write_atomic
-from trace_jax.report import plots
+from trace_jax.report import bars, plots
 from trace_jax.report.html import png_bytes
 from trace_jax.report.series import Run, load_runs
-from trace_jax.report.style import BLUE, COLORS, GREY, INK, MUTED, new_figure, not_recorded, styled
+from trace_jax.report.style import BLUE, COLORS, GREY, INK, MUTED, heading, new_figure, not_recorded, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,14 +38,14 @@ def quickstart_figure(run_dir: str | os.PathLike[str], summary: Mapping[str, Any
     """
     (run,) = load_runs([run_dir])
     with styled():
-        figure = new_figure(11.0, 7.6)
+        figure = new_figure(11.0, 8.0)
         top, bottom = figure.subplots(2, 2, width_ratios=(1, 1.35))
         _draw_before_after(top[0], run, summary)
-        plots.draw_lines(top[1], [run], partial(plots.mismatch_lines, medians=True), log=True)
-        top[1].set_title("KL of rollout and trainer (k3, log scale)")
+        plots.draw_lines(top[1], [run], partial(plots.mismatch_lines, medians=True), unit="KL (k3), nats per token, log scale", log=True)
+        heading(top[1], "Gap between rollout and trainer", "KL on the sampled tokens: lower is closer")
         _draw_bytes(bottom[0], summary.get("bytes_per_token") or run.bytes_per_token())
-        plots.draw_audit(bottom[1], [run], "code_agreement")
-        bottom[1].set_title("FP4 codes equal in trainer and rollout (audit)")
+        plots.draw_audit(bottom[1], [run], "code_agreement", unit="share of values")
+        heading(bottom[1], "Values that both round to the same FP4 code", "newest audit, by layer; the record covers the deeper layers")
         # The strip above the panels belongs to the title and the subtitle, which the layout does not know.
         figure.get_layout_engine().set(rect=(0.01, 0.01, 0.98, 0.88), w_pad=0.1, h_pad=0.1, wspace=0.06, hspace=0.08)  # type: ignore[union-attr]
         title = figure.text(0.02, 0.965, summary.get("title", run.name), va="top", fontsize=16, fontweight="bold")
@@ -60,7 +60,7 @@ def quickstart_figure(run_dir: str | os.PathLike[str], summary: Mapping[str, Any
 
 def _draw_before_after(axes: "Axes", run: Run, summary: Mapping[str, Any]) -> None:
     bars, label = _bars(run, summary)
-    axes.set_title("Held-out reward at FP4 rollout")
+    heading(axes, "Held-out reward at FP4 rollout", "before and after RL, with the 95 % interval")
     if not bars:
         not_recorded(axes)
         return
@@ -91,10 +91,11 @@ def _bars(run: Run, summary: Mapping[str, Any]) -> tuple[list[Bar], str]:
 
 
 def _draw_bytes(axes: "Axes", parts: Mapping[str, float]) -> None:
-    axes.set_title("Guidance record: bytes per token")
+    heading(axes, "Size of the guidance record", "what the rollout hands to the trainer, bytes per token")
     if not parts:
         not_recorded(axes)
         return
+    parts = {name: size for name, size in bars.record_parts(parts).items() if size >= bars.SLIVER * sum(parts.values())}
     names, sizes = list(parts), np.array(list(parts.values()), np.float64)
     rows = range(len(names))
     axes.barh(rows, sizes, height=0.55, color=[COLORS[i % len(COLORS)] for i in rows])

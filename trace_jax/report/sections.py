@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trace_jax.report import plots
+from trace_jax.report import bars, plots
 from trace_jax.report.plots import Line
 from trace_jax.report.series import Run
 
@@ -31,8 +31,12 @@ class Section:
     panels: tuple[Panel, ...]
 
 
-def _lines(*lines: Line, log: bool = False) -> Callable[["Axes", Sequence[Run]], None]:
-    return partial(plots.draw_lines, lines=lines, log=log)
+def _lines(*lines: Line, unit: str, log: bool = False) -> Callable[["Axes", Sequence[Run]], None]:
+    return partial(plots.draw_lines, lines=lines, unit=unit, log=log)
+
+
+def _shares(*lines: Line, unit: str) -> Callable[["Axes", Sequence[Run]], None]:
+    return partial(plots.draw_lines, lines=lines, unit=unit, share=True)
 
 
 SECTIONS: tuple[Section, ...] = (
@@ -49,12 +53,12 @@ SECTIONS: tuple[Section, ...] = (
             Panel(
                 "Groups without a learning signal",
                 "Share of prompts whose answers all got the same reward: their advantage is exactly zero.",
-                _lines(Line("frac_reward_zero_std", "share of groups")),
+                _shares(Line("frac_reward_zero_std", "groups"), unit="share of groups"),
             ),
             Panel(
                 "Policy entropy",
                 "Mean entropy (nats) of the sampling distribution on sampled tokens.",
-                _lines(Line("policy/entropy", "entropy")),
+                _lines(Line("policy/entropy", "entropy"), unit="nats per token"),
             ),
         ),
     ),
@@ -65,70 +69,84 @@ SECTIONS: tuple[Section, ...] = (
                 "KL of rollout and trainer",
                 "K3 estimate of KL(rollout || trainer) on sampled tokens, log scale. The guided forward replays the rollout's rounding, so "
                 "its KL is low partly by construction; read it together with the unguided forward and the reward.",
-                partial(plots.draw_lines, lines=plots.mismatch_lines, log=True),
+                partial(plots.draw_lines, lines=plots.mismatch_lines, unit="nats per token, log scale", log=True),
                 wide=True,
             ),
             Panel(
                 "Log-prob gap",
                 "|log p of the trainer - log p of the rollout| on sampled tokens: mean and largest, guided unless it says otherwise.",
-                _lines(*plots.GAP_LINES, log=True),
+                _lines(*plots.GAP_LINES, unit="nats, log scale", log=True),
             ),
             Panel(
                 "Weights above the cap",
                 "Share of tokens whose importance weight pi_old / pi_rollout is above the cap and therefore truncated.",
-                _lines(Line("rollout_corr/rollout_is_ratio_fraction_high", "share of tokens")),
+                _shares(Line("rollout_corr/rollout_is_ratio_fraction_high", "tokens"), unit="share of tokens"),
             ),
             Panel(
                 "Router agreement",
                 "Share of (token, layer) pairs for which the trainer's own router would have chosen the rollout's experts.",
-                _lines(Line("router/agreement", "agreement")),
+                _shares(Line("router/agreement", "agreement"), unit="share of pairs"),
             ),
             Panel(
                 "Staleness",
                 "Trainer version minus the version of the weights that sampled the tokens, in optimizer updates.",
-                _lines(Line("sync/staleness", "updates")),
+                _lines(Line("sync/staleness", "updates", smooth=False), unit="optimizer updates"),
             ),
         ),
     ),
     Section(
         "Guidance",
         (
-            Panel("Size of the record", "Bytes per token that the rollout hands to the trainer, by site.", plots.draw_bytes, wide=True),
+            Panel(
+                "Size of the record",
+                "Bytes per token that the rollout hands to the trainer, by site; parts below half a percent are not drawn.",
+                bars.draw_bytes,
+                wide=True,
+            ),
             Panel(
                 "Parity agreement",
                 "Share of values whose own rounding, under the rollout's scale, has the recorded bit.",
-                _lines(Line("guidance/parity_agreement", "agreement")),
+                _shares(Line("guidance/parity_agreement", "agreement"), unit="share of values"),
             ),
             Panel(
-                "Saturated, missing, recomputed", "Shares of values and of tokens; all should stay near zero.", _lines(*plots.SHARE_LINES)
+                "Saturated, missing, recomputed",
+                "Shares of values and of tokens; all should stay near zero.",
+                _shares(*plots.SHARE_LINES, unit="share"),
             ),
             Panel(
                 "Audited code agreement",
                 "Share of FP4 codes that trainer and rollout have in common, from sequences captured with full codes; newest audit.",
-                partial(plots.draw_audit, what="code_agreement"),
+                partial(plots.draw_audit, what="code_agreement", unit="share of values"),
             ),
             Panel(
                 "Adjacent share",
                 "Among differing codes, the share that is one codebook entry apart; newest audit.",
-                partial(plots.draw_audit, what="adjacent_share"),
+                partial(plots.draw_audit, what="adjacent_share", unit="share of differing codes"),
             ),
             Panel(
                 "Outside the bracket",
                 "Share of rollout codes that are neither of the two neighbours of the trainer's value; grows with staleness; newest audit.",
-                partial(plots.draw_audit, what="outside_bracket_fraction"),
+                partial(plots.draw_audit, what="outside_bracket_fraction", unit="share of codes"),
             ),
             Panel(
                 "Activation distance",
-                "D_act relative to the rollout: norm of the difference of the quantized activations over the rollout's norm; newest.",
-                partial(plots.draw_audit, what="d_act", log=True),
+                "D_act relative to the rollout: norm of the difference of the quantized activations over the rollout's norm; newest audit. "
+                "A layer where both are equal has no point.",
+                partial(plots.draw_audit, what="d_act", unit="relative distance, log scale", log=True),
             ),
         ),
     ),
     Section(
         "Responses",
         (
-            Panel("Answer length", "Mean number of sampled tokens.", _lines(Line("response/length_mean", "tokens"))),
-            Panel("Truncated answers", "Share of answers cut at the token limit.", _lines(Line("response/truncated_fraction", "share"))),
+            Panel(
+                "Answer length", "Mean number of sampled tokens.", _lines(Line("response/length_mean", "tokens"), unit="tokens per answer")
+            ),
+            Panel(
+                "Truncated answers",
+                "Share of answers cut at the token limit.",
+                _shares(Line("response/truncated_fraction", "answers"), unit="share of answers"),
+            ),
         ),
     ),
     Section(
@@ -137,28 +155,36 @@ SECTIONS: tuple[Section, ...] = (
             Panel(
                 "Loss",
                 "Clipped policy loss, mean over the tokens of the batch; it does not measure progress.",
-                _lines(Line("loss", "loss")),
+                _lines(Line("loss", "loss"), unit="loss"),
             ),
-            Panel("Gradient norm", "Global norm before clipping.", _lines(Line("grad_norm", "norm"))),
+            Panel("Gradient norm", "Global norm before clipping.", _lines(Line("grad_norm", "norm"), unit="norm")),
             Panel(
                 "Clip fraction",
                 "Share of tokens without a gradient because the ratio is clipped.",
-                _lines(Line("policy/clip_fraction", "share")),
+                _shares(Line("policy/clip_fraction", "tokens"), unit="share of tokens"),
             ),
-            Panel("Learning rate", "Of the step.", _lines(Line("learning_rate", "learning rate"))),
+            Panel(
+                "Learning rate",
+                "What the schedule gave the optimizer in this step.",
+                _lines(Line("learning_rate", "learning rate", smooth=False), unit="learning rate"),
+            ),
         ),
     ),
     Section(
         "Time",
         (
-            Panel("Time per step", "Median over the steps of each part.", plots.draw_time, wide=True),
+            Panel(
+                "Time per step", "Median over the steps of each part; parts below half a percent are not drawn.", bars.draw_time, wide=True
+            ),
             Panel(
                 "Rollout throughput",
                 "Sampled tokens per second of rollout.",
-                _lines(Line("throughput/rollout_tokens_per_s", "tokens per second")),
+                _lines(Line("throughput/rollout_tokens_per_s", "tokens"), unit="tokens per second"),
             ),
             Panel(
-                "Training throughput", "Tokens per second of training.", _lines(Line("throughput/train_tokens_per_s", "tokens per second"))
+                "Training throughput",
+                "Tokens per second of training.",
+                _lines(Line("throughput/train_tokens_per_s", "tokens"), unit="tokens per second"),
             ),
         ),
     ),

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from jaxtyping import Float
 
 from trace_jax.errors import UserError
 from trace_jax.report.series import Series
@@ -87,17 +88,29 @@ def not_recorded(axes: "Axes") -> None:
     axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color=GREY, fontsize=10)
 
 
-def trend(axes: "Axes", series: Series, color: str, label: str | None = None, *, linestyle: str = "-", log: bool = False) -> None:
-    """Every step as a thin line and their moving average (geometric on a log axis) as a thick one; markers when there are few points."""
+def heading(axes: "Axes", title: str, note: str) -> None:
+    """A title, and under it in small what the panel shows."""
+    axes.set_title(title, pad=25)
+    axes.annotate(note, (0, 1), xycoords="axes fraction", xytext=(0, 11), textcoords="offset points", fontsize=8.5, color=MUTED)
+
+
+def trend(
+    axes: "Axes", series: Series, color: str, label: str | None = None, *, linestyle: str = "-", log: bool = False, smooth: bool = True
+) -> None:
+    """Every step as a thin line and their moving average (geometric on a log axis) as a thick one.
+
+    With few points, or where the average would invent values that a schedule never had (``smooth`` false), one line.
+    """
     steps, values = series.steps, series.values
-    if len(values) < 25:
-        axes.plot(steps, values, linestyle, color=color, label=label, marker="o", markersize=3.5)
+    few = len(steps) < 25
+    if few or not smooth:
+        axes.plot(steps, values, linestyle, color=color, label=label, marker="o" if few else "", markersize=3.5)
         return
     axes.plot(steps, values, "-", color=color, alpha=0.22, linewidth=0.9)
     axes.plot(steps, moving_average(values, log=log), linestyle, color=color, label=label)
 
 
-def moving_average(values: np.ndarray, *, log: bool = False) -> np.ndarray:
+def moving_average(values: Float[np.ndarray, " steps"], *, log: bool = False) -> Float[np.ndarray, " steps"]:
     """Centred moving average over a tenth of the series; windows are cut at the ends, so nothing is made up."""
     half = max(1, len(values) // 20)
     scaled = np.log(values) if log else values
@@ -116,10 +129,44 @@ def integer_steps(axes: "Axes") -> None:
     axes.set_xlabel("step")
 
 
+def percentages(axes: "Axes") -> None:
+    """Tick labels of fractions as percentages."""
+    from matplotlib.ticker import PercentFormatter
+
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+def short_numbers(axes: "Axes") -> None:
+    """Tick labels without trailing zeros: 0.0004 and 10,000."""
+    from matplotlib.ticker import FuncFormatter
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+
+
 def legend(axes: "Axes") -> None:
-    """A legend if there is something to tell apart: inside the panel, or below it when it is long."""
-    count = len(axes.get_legend_handles_labels()[0])
-    if count > 4:
-        axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.24), ncols=2, fontsize=8, columnspacing=1.4)
-    elif count > 1:
-        axes.legend(loc="best")
+    """A legend below the panel, where it hides no data, if there is something to tell apart."""
+    from matplotlib.transforms import ScaledTranslation
+
+    labels = axes.get_legend_handles_labels()[1]
+    if len(labels) > 1:
+        below = axes.transAxes + ScaledTranslation(-0.05, -0.45, _figure(axes).dpi_scale_trans)  # under the ticks and the axis label
+        columns = _legend_columns(axes, labels)
+        axes.legend(loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=below, ncols=columns, fontsize=8, columnspacing=1.4)
+
+
+def legend_height(axes: "Axes") -> float:
+    """Inches that the legend below a panel takes."""
+    labels = axes.get_legend_handles_labels()[1]
+    return 0.1 + 0.16 * -(-len(labels) // _legend_columns(axes, labels)) if len(labels) > 1 else 0.0
+
+
+def _legend_columns(axes: "Axes", labels: list[str]) -> int:
+    room = 1.12 * axes.get_position().width * _figure(axes).get_figwidth()  # the layout gives a panel about that much
+    entry = 0.5 + 0.062 * max(map(len, labels))  # inches of the widest: its line, and its text at 8 points
+    return max(1, min(len(labels), int(room / entry)))
+
+
+def _figure(axes: "Axes") -> "Figure":
+    figure = axes.get_figure(root=True)
+    assert figure is not None  # axes are drawn into one
+    return figure

@@ -71,7 +71,7 @@ def frac_reward_zero_std(rewards: Float32[np.ndarray, " B"], group: Int64[np.nda
     return sum(constant) / len(constant) if constant else math.nan
 
 
-def _valid_groups(rewards: np.ndarray, group: np.ndarray) -> Iterator[np.ndarray]:
+def _valid_groups(rewards: Float32[np.ndarray, " B"], group: Int64[np.ndarray, " B"]) -> Iterator[np.ndarray]:
     """The row indices of each group's valid rewards, for groups that have one."""
     if rewards.shape != group.shape or rewards.ndim != 1:
         raise ValueError(f"rewards {rewards.shape} and group {group.shape} must both have shape [B]")

@@ -16,8 +16,9 @@ rounding. The figures of the forward without guidance carry the prefix ``unguide
 tokens (or sequences) of a micro-batch; ``trace_jax.metrics.combine`` joins them and ``finalize`` divides.
 """
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int, Int32, Shaped
 
 from trace_jax.metrics.weighted import MaxMetric, Stats, WeightedMetric, finalize
 from trace_jax.rl.corrections import clamp, masked_log_ratio
@@ -30,6 +31,7 @@ def mismatch_stats(
     logp_train: Float32[Array, "B T"],
     logp_rollout: Float32[Array, "B T"],
     mask: Bool[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
     *,
     cap: float = 5.0,
     prefix: str = "",
@@ -39,7 +41,8 @@ def mismatch_stats(
     Args:
         logp_train: the trainer's log-probs, at the sampling temperature.
         logp_rollout: the log-probs that the engine returned.
-        mask: true on sampled tokens. One row is one sequence; a row without a sampled token counts as no sequence.
+        mask: true on sampled tokens; a sequence without a sampled token counts as none.
+        segment_ids: 1, 2, ... for the sequences of a packed row, 0 at padding; None where one row is one sequence.
         cap: the cap of the importance weight, for ``rollout_is_ratio_fraction_high``.
         prefix: put before every name, such as ``unguided/``.
 
@@ -54,8 +57,8 @@ def mismatch_stats(
     def token_average(values: Float32[Array, "B T"]) -> WeightedMetric:
         return WeightedMetric(jnp.sum(jnp.where(mask, values, 0.0)), tokens)
 
-    length = jnp.sum(mask.astype(jnp.int32), axis=1)
-    sequence_gap = jnp.abs(jnp.sum(gap, axis=1)) / jnp.maximum(length, 1).astype(jnp.float32)
+    length = _sequence_sums(mask.astype(jnp.int32), segment_ids)
+    sequence_gap = jnp.abs(_sequence_sums(gap, segment_ids)) / jnp.maximum(length, 1).astype(jnp.float32)
     stats: Stats = {
         "rollout_corr/kl": token_average(-gap),
         "rollout_corr/k3_kl": token_average(_k3(bounded)),
@@ -79,18 +82,28 @@ def entropy_stats(entropy: Float32[Array, "B T"], mask: Bool[Array, "B T"]) -> S
     return {"policy/entropy": WeightedMetric(jnp.sum(jnp.where(mask, entropy, 0.0)), token_count(mask))}
 
 
-def answer_positions(mask: Bool[Array, "B T"]) -> Int32[Array, "B T"]:
+def answer_positions(mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Int32[Array, "B T"]:
     """Index of each sampled token among the sampled tokens of its sequence, from 0; -1 where the mask is false."""
-    return jnp.where(mask, jnp.cumsum(mask.astype(jnp.int32), axis=1) - 1, -1)
+    before = jnp.cumsum(mask.astype(jnp.int32), axis=1) - mask.astype(jnp.int32)
+    if segment_ids is not None:
+        # What a row counted before a sequence began stays in force until the next one begins, because it never falls.
+        begins = segment_ids != jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
+        before = before - jax.lax.cummax(jnp.where(begins, before, 0), axis=1)
+    return jnp.where(mask, before, -1)
 
 
 def position_gap_stats(
-    logp_train: Float32[Array, "B T"], logp_rollout: Float32[Array, "B T"], mask: Bool[Array, "B T"], *, num_positions: int
+    logp_train: Float32[Array, "B T"],
+    logp_rollout: Float32[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    num_positions: int,
 ) -> Stats:
     """Mismatch by token index in the answer: does the gap grow with the length?
 
     Args:
-        logp_train, logp_rollout, mask: as in ``mismatch_stats``.
+        logp_train, logp_rollout, mask, segment_ids: as in ``mismatch_stats``.
         num_positions: P; tokens with a later index are left out.
 
     Returns:
@@ -99,7 +112,7 @@ def position_gap_stats(
     """
     gap = masked_log_ratio(logp_train, logp_rollout, mask)
     # Index P is out of range on purpose: the scatter drops it (a negative index would wrap around).
-    index = jnp.where(mask, answer_positions(mask), num_positions)
+    index = jnp.where(mask, answer_positions(mask, segment_ids), num_positions)
     count = jnp.zeros(num_positions, jnp.int32).at[index].add(1, mode="drop")
 
     def by_position(values: Float32[Array, "B T"]) -> WeightedMetric:
@@ -110,6 +123,15 @@ def position_gap_stats(
         "position/rollout_corr/kl": by_position(-gap),
         "position/rollout_corr/k3_kl": by_position(_k3(clamp(gap))),
     }
+
+
+def _sequence_sums(values: Shaped[Array, "B T"], segment_ids: Int[Array, "B T"] | None) -> Shaped[Array, " S"]:
+    """The sum over each sequence; slots without a sequence hold 0. A row of T tokens has at most T sequences."""
+    if segment_ids is None:
+        return jnp.sum(values, axis=1)
+    rows, slots = values.shape[0], values.shape[1] + 1
+    index = jnp.arange(rows, dtype=segment_ids.dtype)[:, None] * slots + segment_ids
+    return jax.ops.segment_sum(values.reshape(-1), index.reshape(-1), num_segments=rows * slots)
 
 
 def _k3(gap: Float32[Array, "B T"]) -> Float32[Array, "B T"]:

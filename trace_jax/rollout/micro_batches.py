@@ -1,4 +1,4 @@
-"""Division of sequences into micro-batches of few distinct shapes, so that jit compiles few programs."""
+"""Division of sequences into packed micro-batches of few distinct shapes, so that jit compiles few programs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 from jaxtyping import Int
 
 ROW_STEP = 16
-"""Rows of a micro-batch that is not full are a multiple of this."""
+"""Rows of a micro-batch that is not full are at least a multiple of this."""
 
 
 class MicroBatch(NamedTuple):
-    """Sequences of one micro-batch and the padded shape they go into.
+    """Sequences of one micro-batch, packed into rows, and its padded shape.
 
     Attributes:
-        indices: sequences, at most `rows`; the remaining rows are padding.
+        bins: for each row its sequences; at most `rows` of them, the remaining rows are padding.
         length: T.
         rows: B.
     """
 
-    indices: list[int]
+    bins: list[list[int]]
     length: int
     rows: int
 
@@ -41,13 +41,12 @@ def length_buckets(max_length: int, count: int = 4, multiple: int = 16) -> list[
 def plan_micro_batches(
     lengths: Sequence[int] | Int[np.ndarray, " S"], micro_batch_tokens: int, buckets: Sequence[int], row_multiple: int = 1
 ) -> list[MicroBatch]:
-    """Every sequence into exactly one micro-batch, longest first.
+    """Every sequence into exactly one row of one micro-batch.
 
-    A micro-batch takes the longest sequence left, the smallest bucket that holds it, and fills its rows with the next
-    longest ones. It has `micro_batch_tokens // length` rows, at least `row_multiple`, so a sequence longer than
-    `micro_batch_tokens` stands alone. Where fewer sequences are left, they are rounded up to a multiple of `ROW_STEP` and
-    `row_multiple`; only this last micro-batch has padding rows. Batches of equal size thus share few shapes: one full shape for
-    each bucket, and a last one that depends on how many full ones came before.
+    All rows are as long as the smallest bucket that holds the longest sequence, and are filled first fit decreasing. A
+    micro-batch has `micro_batch_tokens // length` rows, at least `row_multiple`, so a row longer than `micro_batch_tokens`
+    stands alone. Where fewer rows are left, they are rounded up to one of few counts (`_rounded_rows`); only this last
+    micro-batch has padding rows. The number of rows follows from the lengths, so without this every batch would be compiled.
 
     Args:
         lengths: tokens of each sequence.
@@ -56,7 +55,7 @@ def plan_micro_batches(
         row_multiple: rows are a multiple of this (devices of the data axes).
 
     Returns:
-        Micro-batches by falling length; the same input gives the same plan.
+        Micro-batches; the same input gives the same plan.
 
     Raises:
         ValueError: a size is not positive.
@@ -64,16 +63,29 @@ def plan_micro_batches(
     if micro_batch_tokens < 1 or row_multiple < 1 or not buckets or min(buckets) < 1:
         raise ValueError(f"micro_batch_tokens {micro_batch_tokens}, row_multiple {row_multiple}, buckets {list(buckets)}: must be positive")
     sizes = np.asarray(lengths, np.int64)
-    order = np.argsort(-sizes, kind="stable")
-    known = sorted(buckets)
-    step = math.lcm(ROW_STEP, row_multiple)
-    plan = []
-    position = 0
-    while position < order.size:
-        longest = int(sizes[order[position]])
-        length = next((bucket for bucket in known if bucket >= longest), -(-longest // known[-1]) * known[-1])
-        full = max(micro_batch_tokens // length // row_multiple, 1) * row_multiple
-        rows = min(full, -(-(order.size - position) // step) * step)
-        plan.append(MicroBatch(order[position : position + rows].tolist(), length, rows))
-        position += rows
-    return plan
+    longest, known = int(sizes.max(initial=0)), sorted(buckets)
+    length = next((bucket for bucket in known if bucket >= longest), -(-longest // known[-1]) * known[-1])
+    bins = _first_fit_decreasing(sizes, length)
+    full = max(micro_batch_tokens // length // row_multiple, 1) * row_multiple
+    parts = [bins[start : start + full] for start in range(0, len(bins), full)]
+    return [MicroBatch(part, length, min(full, _rounded_rows(len(part), row_multiple))) for part in parts]
+
+
+def _first_fit_decreasing(sizes: Int[np.ndarray, " S"], capacity: int) -> list[list[int]]:
+    """Longest first, each sequence into the first row with room for it."""
+    bins: list[list[int]] = []
+    room = np.full(sizes.size, capacity, np.int64)
+    for index in np.argsort(-sizes, kind="stable").tolist():
+        # A row that is not open yet has room, so the search always ends.
+        row = int(np.argmax(room >= sizes[index]))
+        if row == len(bins):
+            bins.append([])
+        bins[row].append(index)
+        room[row] -= sizes[index]
+    return bins
+
+
+def _rounded_rows(rows: int, multiple: int) -> int:
+    """Up to a multiple of a quarter of the next power of two (at least `ROW_STEP`): two counts an octave, a third wasted at most."""
+    step = math.lcm(max(ROW_STEP, (1 << (rows - 1).bit_length()) // 4), multiple)
+    return -(-rows // step) * step

@@ -82,10 +82,18 @@ class PaddedBatch:
         """(B, T)."""
         return self.tokens.shape[0], self.tokens.shape[1]
 
-    def gather(self, values: Shaped[np.ndarray, "B T *rest"]) -> np.ndarray:
+    def gather(self, values: Shaped[np.ndarray, "B T *rest"]) -> Shaped[np.ndarray, " N *rest"]:
         """Back to ragged [N, *rest]: the values at real tokens, one sequence after the other as in `sequence_indices`."""
-        flat = np.asarray(values).reshape(-1, *values.shape[2:])
-        return flat[token_rows(self.rows * self.shape[1] + self.starts, self.lengths)]
+        return np.asarray(values).reshape(-1, *values.shape[2:])[self._cells()]
+
+    def scatter(self, values: Shaped[np.ndarray, " N"], fill: float) -> Shaped[np.ndarray, "B T"]:
+        """The reverse of `gather`: ragged values at the real tokens, `fill` at padding."""
+        flat = np.full(self.tokens.size, fill, values.dtype)
+        flat[self._cells()] = values
+        return flat.reshape(self.shape)
+
+    def _cells(self) -> Int64[np.ndarray, " N"]:
+        return token_rows(self.rows * self.shape[1] + self.starts, self.lengths)
 
 
 def pad_batch(trajectories: Trajectories, sequence_indices: Sequence[int], length: int, rows: int | None = None) -> PaddedBatch:
@@ -132,7 +140,7 @@ def pack_batch(trajectories: Trajectories, bins: Sequence[Sequence[int]], length
     source = token_rows(trajectories.offsets[:-1][chosen], lengths)
     target = token_rows(row_of * length + starts, lengths)
 
-    def scatter(values: np.ndarray, fill: int = 0) -> np.ndarray:
+    def scatter(values: Shaped[np.ndarray, " N *rest"], fill: int = 0) -> Shaped[np.ndarray, "B T *rest"]:
         out = np.full((num_rows * length, *values.shape[1:]), fill, values.dtype)
         out[target] = values
         return out.reshape(num_rows, length, *values.shape[1:])
@@ -161,14 +169,16 @@ def pack_batch(trajectories: Trajectories, bins: Sequence[Sequence[int]], length
     )
 
 
-def _pad_guidance(record: GuidanceRecord, source: np.ndarray, target: np.ndarray, shape: tuple[int, int]) -> PaddedGuidance:
+def _pad_guidance(
+    record: GuidanceRecord, source: Int64[np.ndarray, " N"], target: Int64[np.ndarray, " N"], shape: tuple[int, int]
+) -> PaddedGuidance:
     valid = np.zeros(shape[0] * shape[1], bool)
     valid[target] = record.valid[source]
     sites = {name: _pad_site(site, source, target, shape) for name, site in record.sites.items()}
     return PaddedGuidance(record.kind, sites, valid.reshape(shape))
 
 
-def _pad_site(site: SiteRecord, source: np.ndarray, target: np.ndarray, shape: tuple[int, int]) -> PaddedSite:
+def _pad_site(site: SiteRecord, source: Int64[np.ndarray, " N"], target: Int64[np.ndarray, " N"], shape: tuple[int, int]) -> PaddedSite:
     multiplier: Any = site.multiplier
     if site.per_token_multiplier:
         multiplier = _layers_first(multiplier[source][..., None], target, shape, np.ones)[..., 0]
@@ -183,7 +193,9 @@ def _pad_site(site: SiteRecord, source: np.ndarray, target: np.ndarray, shape: t
     )
 
 
-def _layers_first(values: np.ndarray, target: np.ndarray, shape: tuple[int, int], make: Any = np.zeros) -> np.ndarray:
+def _layers_first(
+    values: Shaped[np.ndarray, "N Ls *rest"], target: Int64[np.ndarray, " N"], shape: tuple[int, int], make: Any = np.zeros
+) -> Shaped[np.ndarray, "Ls B T *rest"]:
     """[N, Ls, *rest] tokens into [Ls, B, T, *rest] at the flat cells `target`."""
     num_layers, rest = values.shape[1], values.shape[2:]
     out = make((num_layers, shape[0] * shape[1], *rest), values.dtype)

@@ -114,8 +114,12 @@ def score(trajectories: Trajectories, rows: Sequence[Row], task: Task, tokenizer
 
     Returns:
       A verifier error gives a NaN reward, which the advantages leave out; it is never a wrong answer.
+
+    Raises:
+      UserError: the verifier fails on everything (see `RewardHealth`).
     """
     verdicts = task.score_batch(rows, answer_texts(trajectories, tokenizer))
+    task.health.observe(rows, verdicts)
     failed = np.asarray([verdict.error is not None for verdict in verdicts], bool)
     reward = np.asarray([verdict.score for verdict in verdicts], np.float32)
     reward[failed] = np.nan

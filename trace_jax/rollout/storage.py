@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from trace_jax.rollout.trajectories import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Fini
 CONTENT = "trajectories"
 
 
+@runtime_checkable
 class Decoder(Protocol):
     """The part of a tokenizer that JSON rows need."""
 

@@ -49,7 +49,7 @@ class Trajectories:
     """A batch of generated sequences.
 
     Attributes:
-        offsets: row range of each sequence.
+        offsets: row range of each sequence, B + 1 bounds.
         tokens: token ids, prompt and answer (and, with several turns, the environment's tokens).
         sampled: true where the policy drew the token; only these enter the loss.
         logprobs: log p of tokens[i] given what precedes it, under the distribution sampled from; 0 where not sampled.
@@ -68,7 +68,7 @@ class Trajectories:
         audit: optional full-code record of some of the sequences, for diagnosis only.
     """
 
-    offsets: Int64[np.ndarray, " B+1"]
+    offsets: Int64[np.ndarray, " bounds"]
     tokens: Int32[np.ndarray, " N"]
     sampled: Bool[np.ndarray, " N"]
     logprobs: Float32[np.ndarray, " N"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Shaped
 
 from pallas_kernels import Quantized, block_format, dequantize
 from trace_jax.layers.experts import ExpertWeights
@@ -27,7 +28,7 @@ from trace_jax.quantization.plan import BLOCK_FORMATS, SITES, QuantPlan
 from trace_jax.quantization.weights import fake_quant_experts, quantize_experts
 from trace_jax.rollout.weight_update import LayerUpdate
 
-Tensors = dict[str, jax.Array]
+Tensors = dict[str, Shaped[jax.Array, "..."]]
 
 _STATIC_NAMES = {
     "expert_input": "mlp.experts.input_scale",
@@ -42,7 +43,7 @@ def static_sites(plan: QuantPlan) -> tuple[str, ...]:
     return () if plan.per_token else tuple(site for site in SITES if plan.site(site).format == "nvfp4")
 
 
-def layer_updates(policy: Policy, plan: QuantPlan, params: Params, multipliers: Multipliers) -> Iterator[LayerUpdate]:
+def layer_updates(policy: Policy, plan: QuantPlan, params: Params, multipliers: Mapping[str, Float[Any, " L"]]) -> Iterator[LayerUpdate]:
     """The update of all layers, then of the tensors outside the layers (`layer_id` None).
 
     Args:
@@ -120,7 +121,7 @@ def _decode(tensors: Tensors, *, policy: Policy, plan: QuantPlan) -> tuple[Param
     return params, multipliers
 
 
-def _decode_expert(tensors: Tensors, prefix: str, plan: QuantPlan, policy: Policy, dtype: jnp.dtype) -> jax.Array:
+def _decode_expert(tensors: Tensors, prefix: str, plan: QuantPlan, policy: Policy, dtype: jnp.dtype) -> Float[jax.Array, "E out in"]:
     codes = tensors[f"{prefix}.weight"]
     if plan.weights not in BLOCK_FORMATS:
         return codes.astype(dtype)

@@ -1,11 +1,12 @@
-"""Objects by import path, "package.module:name"."""
+"""Functions by import path, "package.module:name", and the names a person may have meant."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from trace_jax.errors import UserError
@@ -30,11 +31,19 @@ def import_callable(path: str, key: str) -> Callable[..., Any]:
         target: Any = importlib.import_module(module_name)
     except Exception as error:
         # A user's module may fail in any way while it is imported.
-        raise UserError(f"{key} {path!r}: importing {module_name} failed ({type(error).__name__}: {error})") from error
+        missing = isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
+        remedy = "write package.module:name of a module that is installed or in the current directory" if missing else "mend the module"
+        raise UserError(f"{key} {path!r}: importing {module_name} failed ({type(error).__name__}: {error}); {remedy}") from error
     for part in name.split("."):
         if not hasattr(target, part):
-            raise UserError(f"{key} {path!r}: {module_name} has no {name!r}")
+            raise UserError(f"{key} {path!r}: {module_name} has no {name!r}{nearest(name, dir(target))}; write {module_name}:FUNCTION")
         target = getattr(target, part)
     if not callable(target):
-        raise UserError(f"{key} {path!r} is a {type(target).__name__}, not a function")
+        raise UserError(f"{key} {path!r} is a {type(target).__name__}, not a function; write {module_name}:FUNCTION")
     return target
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; the nearest is 'x'`, or nothing when no known name is similar."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; the nearest is {close[0]!r}" if close else ""

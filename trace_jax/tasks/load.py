@@ -9,7 +9,7 @@ from typing import Any
 
 from trace_jax.errors import UserError
 from trace_jax.tasks import procedural, records
-from trace_jax.tasks.importing import import_callable
+from trace_jax.tasks.importing import import_callable, nearest
 from trace_jax.tasks.rewards import INLINE, ISOLATED
 from trace_jax.tasks.row import Row, Split
 from trace_jax.tasks.source import PLACEHOLDER, PromptForm, RawRow, split_rows
@@ -48,7 +48,7 @@ def load_task(
     if not verifier_timeout_s > 0:
         raise UserError(f"task.verifier_timeout_s is {verifier_timeout_s}; write a number of seconds above 0")
     if workers is not None and workers < 1:
-        raise UserError(f"task.workers is {workers}; write 1 or more")
+        raise UserError(f"workers is {workers}; write 1 or more")
     form = PromptForm.parse(prompt_template, question_pattern)
     dataset = name.removeprefix(procedural.PREFIX) if name.startswith(procedural.PREFIX) else ""
     rows, enlarge = _source(name, params, seed)
@@ -87,7 +87,7 @@ def _verifier(reward: str, dataset: str, params: Mapping[str, Any]) -> VerifierS
     if reward in ISOLATED:
         return VerifierSpec("math")
     if ":" not in reward:
-        known, near = ", ".join((*INLINE, *ISOLATED)), procedural.nearest(reward, (*INLINE, *ISOLATED))
+        known, near = ", ".join((*INLINE, *ISOLATED)), nearest(reward, (*INLINE, *ISOLATED))
         raise UserError(f"task.reward {reward!r} is unknown{near}; write {known} or module:function")
     function = import_callable(reward, "task.reward")
     try:
@@ -127,6 +127,8 @@ def _jsonl(path: str, params: dict[str, Any]) -> Iterable[RawRow]:
     for key in params:
         if key not in ("validation", "test"):
             raise UserError(f"task.params.{key} is unknown for {records.PREFIX}{path}; it takes validation and test (files)")
+        if not isinstance(params[key], str):
+            raise UserError(f"task.params.{key} is {params[key]!r}; write the path of a JSON-lines file")
     files: dict[Split, str] = {split: params[split] for split in ("validation", "test") if split in params}
     named = chain.from_iterable(records.jsonl_rows(file, split) for split, file in files.items())
     return chain(named, records.jsonl_rows(path))
@@ -149,4 +151,4 @@ def _require_answers(name: str, reward: str, rows: Iterable[Row]) -> None:
     for row in rows:
         if not row.answer.strip():
             place = f"task {name}, question {row.question[:60]!r}"
-            raise UserError(f"{place}: no answer, which reward {reward} needs; choose another reward")
+            raise UserError(f"{place}: no answer, which reward {reward} needs; set task.reward to another one")

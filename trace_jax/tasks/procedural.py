@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trace_jax.errors import UserError
+from trace_jax.tasks.importing import nearest
 from trace_jax.tasks.source import RawRow
 
 PREFIX = "reasoning_gym:"
@@ -50,13 +50,7 @@ def reasoning_gym_data(name: str, params: Mapping[str, Any], seed: int) -> Any:
             return create_dataset(name, **settings)
     except Exception as error:
         # The configs check themselves with assert, and wrong types surface as whatever they break.
-        raise UserError(f"task.params of {PREFIX}{name} are refused: {error or type(error).__name__}") from error
-
-
-def nearest(name: str, known: Any) -> str:
-    """`; the nearest is 'x'`, or nothing when no known name is similar."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; the nearest is {close[0]!r}" if close else ""
+        raise UserError(f"task.params of {PREFIX}{name} are refused ({error or type(error).__name__}); change them") from error
 
 
 def reasoning_gym_rows(name: str, params: Mapping[str, Any], seed: int) -> Iterator[RawRow]:

@@ -12,7 +12,6 @@ Besides: `split` (train, validation or test) decides the split; every other fiel
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,10 +43,13 @@ def jsonl_rows(path: str, split: Split | None = None) -> Iterator[RawRow]:
     Raises:
       UserError: missing or empty file, bad JSON, a row of no known form; with the line.
     """
-    if not os.path.isfile(path):
-        raise UserError(f"task file {path!r} does not exist; write {PREFIX}FILE with a JSON-lines file")
+    try:
+        file = open(path, "rb")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"task file {path!r} cannot be read ({reason}); write {PREFIX}FILE with a JSON-lines file") from error
     found = False
-    with open(path, "rb") as file:
+    with file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -79,7 +81,7 @@ def record_row(record: Any, where: str, split: Split | None = None) -> RawRow:
     answer, solution = _answer(record, where)
     named = record.get("split")
     if named is not None:
-        if named not in _SPLIT_NAMES:
+        if not isinstance(named, str) or named not in _SPLIT_NAMES:
             raise UserError(f"{where}: split is {named!r}; write train, validation or test")
         split = _SPLIT_NAMES[named]
     used = {question_key, "split"}

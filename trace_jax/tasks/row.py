@@ -16,6 +16,9 @@ Message: TypeAlias = Mapping[str, str]
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
+TIMEOUT = "timeout"
+"""The error of a verdict whose verifier was cut off."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -55,7 +58,7 @@ class Verdict:
     Args:
       score: reward; 0.0 where `error` is set, and then it means nothing.
       correct: whether the answer counts as solved in a pass rate.
-      error: why there is no verdict ("timeout", an exception's text, ...). Such a completion is not a wrong answer: leave it
+      error: why there is no verdict (`TIMEOUT`, an exception's text, ...). Such a completion is not a wrong answer: leave it
         out of rewards and pass rates and count it.
     """
 

@@ -55,7 +55,7 @@ class PromptForm:
         try:
             compiled = re.compile(pattern, re.DOTALL)
         except re.error as error:
-            raise UserError(f"task.question_pattern {pattern!r} is not a regular expression ({error})") from error
+            raise UserError(f"task.question_pattern {pattern!r} is not a regular expression ({error}); mend the pattern") from error
         if compiled.groups < 1:
             raise UserError(f"task.question_pattern {pattern!r} has no group; put the part to keep in parentheses")
         return cls(template, compiled)

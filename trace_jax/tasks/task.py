@@ -9,6 +9,7 @@ from typing import cast
 
 from trace_jax.errors import UserError
 from trace_jax.tasks.answers import looks_like_math
+from trace_jax.tasks.health import RewardHealth
 from trace_jax.tasks.pool import VerifierPool
 from trace_jax.tasks.rewards import INLINE, text_answer
 from trace_jax.tasks.row import SPLITS, Row, Split, Verdict
@@ -17,7 +18,7 @@ from trace_jax.tasks.verifiers import VerifierSpec
 
 
 class Task:
-    """Questions, their order, and what an answer earns. Made by `load_task`.
+    """Questions, their order, and what an answer earns; `health` watches the reward at work. Made by `load_task`.
 
     Args:
       name: as in the config.
@@ -49,6 +50,7 @@ class Task:
         self._ids = {split: tuple(row.prompt_id for row in rows) for split, rows in self._rows.items()}
         self._enlarge = enlarge
         workers = min(8, os.cpu_count() or 1) if workers is None else workers
+        self.health = RewardHealth(reward, verifier_timeout_s)
         self._pool = None if verifier is None else VerifierPool(verifier, verifier_timeout_s, workers)
 
     @property

@@ -5,7 +5,8 @@
 3. End of stdin ends the process. So does the death of the parent, which a thread watches; and if the interpreter is stuck in C
    code, so does a kernel timer that fires some seconds after the parent's own timeout would have killed us.
 
-A frame is an 8-byte little-endian length and a pickle. What verifiers print goes to stderr. No jax in here.
+What verifiers print goes to stderr. No jax in here. No module of the package may import this one: Python warns when the module
+that `-m` runs is loaded already.
 """
 
 from __future__ import annotations
@@ -13,35 +14,19 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import struct
 import threading
 import time
-from typing import Any
 
 from trace_jax.errors import UserError
+from trace_jax.tasks.frames import read_frame, write_frame
 from trace_jax.tasks.row import Verdict
 from trace_jax.tasks.verifiers import make_verifier
 
-HEADER = struct.Struct("<Q")
 ORPHAN_GRACE_S = 2.0
 """Seconds past the timeout after which the kernel ends a worker that nobody killed."""
 
 MEMORY_LIMIT_BYTES = 4 << 30
 """Address space of built-in verifiers: an answer like 9^9^9^9 must not take the machine's memory."""
-
-
-def read_frame(descriptor: int) -> bytes | None:
-    """The next frame's body, None at the end of the stream."""
-    header = _read_exactly(descriptor, HEADER.size)
-    return None if header is None else _read_exactly(descriptor, HEADER.unpack(header)[0])
-
-
-def write_frame(descriptor: int, value: Any) -> None:
-    """Writes a value as one frame."""
-    body = pickle.dumps(value)
-    data = memoryview(HEADER.pack(len(body)) + body)
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 def main() -> None:
@@ -71,16 +56,6 @@ def main() -> None:
                 verdict = Verdict.failed(f"{type(error).__name__}: {error}"[:500])
             signal.setitimer(signal.ITIMER_REAL, 0)
             write_frame(replies, verdict)
-
-
-def _read_exactly(descriptor: int, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        part = os.read(descriptor, min(size - len(parts), 1 << 20))
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
 
 
 def _watch_parent(parent: int) -> None:

@@ -1,23 +1,25 @@
-"""Padded host batches as the device arrays of a training forward."""
+"""Packed host batches as the device arrays of a training forward."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from pallas_kernels.pytrees import register_arrays
 from trace_jax.layers.attention import causal_mask
 from trace_jax.models.inputs import ForwardInputs
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.sites import GuideBatch, SiteGuide
-from trace_jax.rollout.padding import PaddedBatch, PaddedGuidance, pad_batch
-from trace_jax.rollout.trajectories import Trajectories
+from trace_jax.rollout.padding import PaddedBatch, PaddedGuidance, pack_batch
+from trace_jax.rollout.trajectories import Trajectories, token_rows
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class TrainBatch:
     """One micro-batch.
@@ -28,7 +30,7 @@ class TrainBatch:
       logp_rollout: float32 log-probability of the token when it was drawn.
       logp_old: the same under the trainer before the update; None takes the current forward's own.
       advantages: float32 per token.
-      temperature: float32 per row.
+      temperature: float32 per token, or per row where a row has one.
       routes: int32 expert ids, -1 where free; None without replay.
       guides: the rollout's guidance record; None without one.
     """
@@ -40,7 +42,7 @@ class TrainBatch:
     logp_rollout: Float[Array, "B T"]
     logp_old: Float[Array, "B T"] | None
     advantages: Float[Array, "B T"]
-    temperature: Float[Array, " B"]
+    temperature: Float[Array, "B T"] | Float[Array, " B"]
     routes: Int[Array, "B T L k"] | None
     guides: GuideBatch | None
 
@@ -51,8 +53,15 @@ class TrainBatch:
 
 
 def make_batch(
+    trajectories: Trajectories, indices: Sequence[int], length: int, rows: int, *, num_layers: int, **options: Any
+) -> tuple[TrainBatch, PaddedBatch]:
+    """Some sequences, one a row; see `make_packed_batch` for the options."""
+    return make_packed_batch(trajectories, [[index] for index in indices], length, rows, num_layers=num_layers, **options)
+
+
+def make_packed_batch(
     trajectories: Trajectories,
-    indices: list[int],
+    bins: Sequence[Sequence[int]],
     length: int,
     rows: int,
     *,
@@ -61,11 +70,11 @@ def make_batch(
     logp_old: Float32[np.ndarray, " N"] | None = None,
     replay: bool = True,
 ) -> tuple[TrainBatch, PaddedBatch]:
-    """Pads some sequences into one micro-batch.
+    """Packs some sequences into one micro-batch.
 
     Args:
       trajectories: where the sequences come from.
-      indices: which sequences.
+      bins: for each row its sequences.
       length, rows: padded shape.
       num_layers: L of the model.
       advantages: one per sequence of `trajectories`; None for zeros.
@@ -75,24 +84,28 @@ def make_batch(
     Returns:
       Device arrays, and the host batch they were made from.
     """
-    padded = pad_batch(trajectories, indices, length, rows)
-    per_row = np.zeros(rows, np.float32)
-    temperature = np.ones(rows, np.float32)
-    per_row[padded.rows] = 0.0 if advantages is None else advantages[indices]
-    temperature[padded.rows] = trajectories.temperature[indices]
+    packed = pack_batch(trajectories, bins, length, rows)
+    chosen = packed.sequence_indices
+
+    def per_sequence(values: Float32[np.ndarray, " S"], fill: float) -> Float[Array, "B T"]:
+        return jnp.asarray(packed.scatter(np.repeat(values[chosen], packed.lengths), fill))
+
+    def per_token(values: Float32[np.ndarray, " N"]) -> Float[Array, "B T"]:
+        return jnp.asarray(packed.scatter(values[token_rows(trajectories.offsets[:-1][chosen], packed.lengths)], 0.0))
+
     batch = TrainBatch(
-        tokens=jnp.asarray(padded.tokens),
-        positions=jnp.asarray(padded.positions),
-        segment_ids=jnp.asarray(padded.segment_ids),
-        sampled=jnp.asarray(padded.sampled),
-        logp_rollout=jnp.asarray(padded.logprobs),
-        logp_old=None if logp_old is None else jnp.asarray(_scatter(logp_old, trajectories, padded)),
-        advantages=jnp.asarray(np.broadcast_to(per_row[:, None], padded.shape)),
-        temperature=jnp.asarray(temperature),
-        routes=jnp.asarray(padded.routed_experts) if replay and padded.routed_experts is not None else None,
-        guides=None if padded.guidance is None else _guides(padded.guidance, num_layers),
+        tokens=jnp.asarray(packed.tokens),
+        positions=jnp.asarray(packed.positions),
+        segment_ids=jnp.asarray(packed.segment_ids),
+        sampled=jnp.asarray(packed.sampled),
+        logp_rollout=jnp.asarray(packed.logprobs),
+        logp_old=None if logp_old is None else per_token(logp_old),
+        advantages=jnp.zeros(packed.shape, jnp.float32) if advantages is None else per_sequence(advantages, 0.0),
+        temperature=per_sequence(trajectories.temperature, 1.0),
+        routes=jnp.asarray(packed.routed_experts) if replay and packed.routed_experts is not None else None,
+        guides=None if packed.guidance is None else _guides(packed.guidance, num_layers),
     )
-    return batch, padded
+    return batch, packed
 
 
 def _guides(guidance: PaddedGuidance, num_layers: int) -> GuideBatch:
@@ -104,11 +117,3 @@ def _guides(guidance: PaddedGuidance, num_layers: int) -> GuideBatch:
         multiplier = None if site.multiplier is None else jnp.asarray(site.multiplier)
         sites[name] = SiteGuide(data, jnp.asarray(site.scales), multiplier, jnp.asarray(slots))
     return GuideBatch(sites, jnp.asarray(guidance.valid), guidance.kind)
-
-
-def _scatter(values: np.ndarray, trajectories: Trajectories, padded: PaddedBatch) -> np.ndarray:
-    out = np.zeros(padded.shape, np.float32)
-    offsets = trajectories.offsets
-    for index, row, start, length in zip(padded.sequence_indices, padded.rows, padded.starts, padded.lengths, strict=True):
-        out[row, start : start + length] = values[offsets[index] : offsets[index] + length]
-    return out

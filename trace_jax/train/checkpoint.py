@@ -1,16 +1,14 @@
 """Orbax checkpoints: params, optimizer, multipliers and one JSON document, each an item of its own.
 
-`checkpoints/<step>/{params,optimizer,multipliers,meta}`. Orbax writes a step under a temporary name and renames it when
-all items are complete, so an interrupted save is never taken for a checkpoint. The JSON holds counters, data position,
-the policy's description and the resolved config of the run.
+`checkpoints/<step>/{params,optimizer,multipliers,meta,manifest.json}`. A step is written under a temporary name and renamed
+when it is whole, so whatever has a number for a name is complete. The JSON holds counters, data position, the policy's
+description and the resolved config of the run; the manifest holds a checksum of every file.
 """
 
 from __future__ import annotations
 
-import functools
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,24 @@ import optax
 import orbax.checkpoint as ocp
 
 from trace_jax.errors import UserError
+from trace_jax.files import flush_to_disk
 from trace_jax.models.policy import Policy
-from trace_jax.models.registry import Params, config_from_dict, param_shapes
+from trace_jax.models.registry import Params, param_shapes
 from trace_jax.quantization.multipliers import Multipliers
-from trace_jax.quantization.plan import SITES
+from trace_jax.train.manifest import write_manifest
+from trace_jax.train.read_checkpoint import (
+    FORMAT_VERSION,
+    complete_steps,
+    describe_policy,
+    policy_from_meta,
+    read_meta,
+    restore_item,
+    restore_policy,
+)
 from trace_jax.train.state import TrainState
 
-FORMAT_VERSION = 1
-ITEMS = ("params", "optimizer", "multipliers", "meta")
+UNFINISHED = ("*.partial*", "*.orbax-checkpoint-tmp*")
+"""Names of what a killed program leaves of a save or of a removal."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,7 @@ class Progress:
       data_position: prompts taken from the training stream.
       samples: sequences requested so far; the next sample id.
       seed: seed of the run; every random stream is derived from it and from the counters.
+      skipped_in_a_row: last updates that were refused because their gradient was not finite.
     """
 
     step: int = 0
@@ -48,6 +57,7 @@ class Progress:
     data_position: int = 0
     samples: int = 0
     seed: int = 0
+    skipped_in_a_row: int = 0
 
 
 class Checkpoints:
@@ -60,20 +70,27 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int | None = None):
         self.directory, self._keep = directory, keep
-
-    @functools.cached_property
-    def _manager(self) -> ocp.CheckpointManager:
-        """Made on first use, because it creates the directory: a run that fails before must leave nothing."""
-        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, enable_async_checkpointing=True)
-        return ocp.CheckpointManager(self.directory.absolute(), options=options)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._saving: Future[None] | None = None
 
     def latest(self) -> int | None:
         """Step of the last complete checkpoint, None when there is none."""
-        return self._manager.latest_step() if self.directory.is_dir() else None
+        return max(complete_steps(self.directory), default=None)
+
+    def remove_unfinished(self) -> None:
+        """Removes what a killed program left of a save; only for the program that owns the run."""
+        for pattern in UNFINISHED:
+            for partial in self.directory.glob(pattern):
+                shutil.rmtree(partial, ignore_errors=True)
 
     def save(self, state: TrainState, progress: Progress, policy: Policy, tokenizer: str, config: dict[str, Any]) -> None:
-        """Starts saving in the background; arrays are copied first, so training may go on and reuse its buffers."""
-        if self._manager.latest_step() == progress.step:
+        """Starts saving in the background; arrays are copied first, so training may go on and reuse its buffers.
+
+        One save at most is under way: this one waits for the one before, so a kill loses no more than what came after the
+        last complete checkpoint, which is the last save or the one before it.
+        """
+        self.wait()
+        if progress.step in complete_steps(self.directory):
             return
         params, opt_state, multipliers = jax.tree.map(jnp.copy, (state.params, state.opt_state, state.multipliers))
         meta = {
@@ -84,44 +101,50 @@ class Checkpoints:
             "sites": sorted(multipliers),
             "config": config,
         }
-        with self._full_disk_reported():
-            self._manager.save(
-                progress.step,
-                args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(params),
-                    optimizer=ocp.args.StandardSave(opt_state),
-                    # Orbax refuses an empty item; a policy that needs no multipliers stores an empty list of sites instead.
-                    multipliers=ocp.args.StandardSave(multipliers or {"none": jnp.zeros(1, jnp.float32)}),
-                    meta=ocp.args.JsonSave(meta),
-                ),
-            )
+        items = ocp.args.Composite(
+            params=ocp.args.StandardSave(params),
+            optimizer=ocp.args.StandardSave(opt_state),
+            # Orbax refuses an empty item; a policy that needs no multipliers stores an empty list of sites instead.
+            multipliers=ocp.args.StandardSave(multipliers or {"none": jnp.zeros(1, jnp.float32)}),
+            meta=ocp.args.JsonSave(meta),
+        )
+        self._saving = self._writer.submit(self._write, progress.step, items)
 
     def wait(self) -> None:
-        """Blocks until the save in flight is complete; raises what it raised."""
-        if "_manager" in vars(self):
-            with self._full_disk_reported():
-                self._manager.wait_until_finished()
-
-    def close(self) -> None:
-        """Finishes and releases the manager."""
-        if "_manager" in vars(self):
-            with self._full_disk_reported():
-                self._manager.close()
-
-    @contextmanager
-    def _full_disk_reported(self) -> Iterator[None]:
-        """Turns a full disk, which Orbax reports as a ValueError of its storage library, into the user's line."""
+        """Blocks until the save under way is complete; raises what it raised, a full disk as the user's line."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
         try:
-            yield
-        except (OSError, ValueError) as error:
+            saving.result()
+        except (OSError, ValueError, UserError) as error:  # Orbax reports a full disk as a ValueError of its storage library
             if "No space left" not in str(error) and "Disk quota" not in str(error):
                 raise
-            for partial in self.directory.glob("*.orbax-checkpoint-tmp"):
-                shutil.rmtree(partial, ignore_errors=True)
+            self.remove_unfinished()
             raise UserError(
-                f"{self.directory}: no space left while saving a checkpoint; free some space and go on with --resume "
-                f"(last complete checkpoint: step {self._manager.latest_step()})"
+                f"{self.directory}: no space left while saving a checkpoint; free some space and start again, a training run with "
+                f"--resume (last complete checkpoint: {self.latest()})"
             ) from error
+
+    def close(self) -> None:
+        """Finishes the save under way and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+
+    def _write(self, step: int, items: ocp.args.Composite) -> None:
+        partial = self.directory / f"{step}.partial"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            checkpointer.save(partial.absolute(), args=items, force=True)
+        write_manifest(partial)
+        partial.rename(self.directory / str(step))
+        flush_to_disk(self.directory)
+        for old in complete_steps(self.directory)[: -self._keep] if self._keep else ():
+            # The number goes first: a kill while files are removed must not leave what looks complete.
+            removed = (self.directory / str(old)).rename(self.directory / f"{old}.partial")
+            shutil.rmtree(removed)
 
     def restore(self, step: int, optimizer: optax.GradientTransformation) -> tuple[Policy, TrainState, Progress]:
         """Policy, state and counters of a complete checkpoint.
@@ -129,11 +152,12 @@ class Checkpoints:
         Raises:
           UserError: the checkpoint is damaged or was made by another format version.
         """
-        meta = read_meta(self._manager, step, self.directory)
+        folder = self.directory / str(step)
+        meta = read_meta(folder)
         policy = policy_from_meta(meta)
         optimizer_shape = jax.eval_shape(optimizer.init, param_shapes(policy.family, policy.config))
-        params, multipliers = _restore_policy(self._manager, step, meta, self.directory)
-        opt_state = _restore_item(self._manager, step, "optimizer", optimizer_shape, self.directory)
+        params, multipliers = restore_policy(folder, meta)
+        opt_state = restore_item(folder, "optimizer", optimizer_shape)
         return policy, TrainState(params, opt_state, multipliers), Progress(**meta["progress"])
 
 
@@ -154,83 +178,22 @@ def load_policy(path: Path | str) -> LoadedPolicy:
     Raises:
       UserError: there is no complete checkpoint at the path.
     """
-    root, step = _locate(Path(path))
-    manager = ocp.CheckpointManager(
-        root.absolute(), options=ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
-    )
-    try:
-        step = manager.latest_step() if step is None else step
-        if step is None:
-            raise UserError(f"{path}: no complete checkpoint in {root}; train first, or point to a run directory")
-        meta = read_meta(manager, step, root)
-        params, multipliers = _restore_policy(manager, step, meta, root)
-    finally:
-        manager.close()
+    folder = _locate(Path(path))
+    meta = read_meta(folder)
+    params, multipliers = restore_policy(folder, meta)
     return LoadedPolicy(policy_from_meta(meta), params, multipliers, meta["tokenizer"], meta)
 
 
-def describe_policy(policy: Policy) -> dict[str, Any]:
-    """The policy as JSON."""
-    return {
-        "family": policy.family,
-        "config": policy.config.to_dict(),
-        "compute_dtype": policy.compute_dtype,
-        "experts_implementation": policy.experts_implementation,
-    }
-
-
-def policy_from_meta(meta: dict[str, Any]) -> Policy:
-    """Inverts `describe_policy`."""
-    stored = meta["policy"]
-    config = config_from_dict(stored["family"], stored["config"])
-    return Policy(stored["family"], config, stored["compute_dtype"], stored["experts_implementation"])
-
-
-def read_meta(manager: ocp.CheckpointManager, step: int, directory: Path) -> dict[str, Any]:
-    """The JSON document of a step, checked for its format version."""
-    try:
-        meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
-    except (OSError, ValueError, KeyError) as error:
-        raise _damaged(directory, step, "meta", error) from error
-    if meta is None or meta.get("format_version") != FORMAT_VERSION:
-        found = None if meta is None else meta.get("format_version")
-        raise UserError(f"{directory}/{step}: checkpoint format {found} is not {FORMAT_VERSION}; re-create it with this version")
-    return meta
-
-
-def _restore_policy(manager: ocp.CheckpointManager, step: int, meta: dict[str, Any], directory: Path) -> tuple[Params, Multipliers]:
-    policy = policy_from_meta(meta)
-    params = _restore_item(manager, step, "params", param_shapes(policy.family, policy.config), directory)
-    per_layer = jax.ShapeDtypeStruct((policy.config.num_layers,), jnp.float32)
-    sites = [site for site in SITES if site in meta["sites"]]
-    if not sites:
-        return params, {}
-    return params, _restore_item(manager, step, "multipliers", dict.fromkeys(sites, per_layer), directory)
-
-
-def _restore_item(manager: ocp.CheckpointManager, step: int, item: str, shapes: Any, directory: Path) -> Any:
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
-    try:
-        return manager.restore(step, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract)}))[item]
-    except Exception as error:  # Orbax wraps what its storage raises, a truncated file for instance, in a bare Exception
-        raise _damaged(directory, step, item, error.__cause__ or error) from error
-
-
-def _damaged(directory: Path, step: int, item: str, error: BaseException) -> UserError:
-    reason = " ".join(str(error).split())[:200]
-    return UserError(
-        f"{directory}/{step}/{item}: the checkpoint cannot be read ({reason}); delete that step to fall back to the one before"
-    )
-
-
-def _locate(path: Path) -> tuple[Path, int | None]:
+def _locate(path: Path) -> Path:
+    """The folder of one checkpoint: that of a step, or of the last complete one."""
     if not path.exists():
         raise UserError(f"{path}: no such file or directory; give a run directory or a checkpoint")
-    if (path / "checkpoints").is_dir():
-        return path / "checkpoints", None
-    if path.name.isdigit() and (path / "params").is_dir():
-        return path.parent, int(path.name)
-    if path.is_dir() and any(child.name.isdigit() for child in path.iterdir()):
-        return path, None
+    if path.name.isdigit() and any((path / item).is_dir() for item in ("params", "meta")):
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = complete_steps(root)
+    if steps:
+        return root / str(steps[-1])
+    if root != path or path.name == "checkpoints":
+        raise UserError(f"{path}: no complete checkpoint in {root}; train first, or point to a run directory")
     raise UserError(f"{path}: neither a run directory (with checkpoints/) nor an Orbax checkpoint; for a Hugging Face directory use import")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,15 +16,24 @@ BITS = {"bf16": 16.0, "fp8": 16.0, "nvfp4": 4.5, "mxfp4": 4.25}
 """Bits per cached value. The embedded engine keeps FP8 values in the compute dtype."""
 
 
-def print_plan(config: Config) -> None:
-    """Validates everything a run needs (policy, task, tokenizer) and prints the config and the memory plan to stdout."""
+def plan_run(config: Config) -> dict[str, Any]:
+    """Checks everything a run needs: policy, task, tokenizer, layers, lengths.
+
+    Returns:
+      The resolved `config`, and the `memory` plan.
+    """
     setup = build_setup(config) if config.model.source is None else initial_policy(config)[0]
     try:
-        print(dump(config))
-        for name, value in memory_plan(setup).items():
-            print(f"# {name:<44} {value / 2**20:10.2f} MiB" if name.endswith("bytes") else f"# {name:<44} {value:10g}")
+        return {"config": config.model_dump(mode="json"), "memory": memory_plan(setup)}
     finally:
         setup.task.close()
+
+
+def print_plan(config: Config, memory: Mapping[str, float]) -> None:
+    """Prints the config as YAML, and the memory plan as its comments."""
+    print(dump(config))
+    for name, value in memory.items():
+        print(f"# {name:<44} {value / 2**20:10.2f} MiB" if name.endswith("bytes") else f"# {name:<44} {value:10g}")
 
 
 def memory_plan(setup: Setup) -> dict[str, Any]:

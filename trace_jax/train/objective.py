@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from trace_jax.layers.logprobs import token_logprobs
 from trace_jax.metrics.weighted import Stats, WeightedMetric
@@ -46,13 +46,15 @@ class ObjectiveSpec:
 def batch_logprobs(
     params: Params, multipliers: Multipliers, batch: TrainBatch, spec: ObjectiveSpec
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Any]:
-    """Log-probability and entropy at every token (0 at column 0), and the forward's output."""
+    """Log-probability and entropy at every token (0 at the first of a sequence), and the forward's output."""
     options = spec.policy.options(spec.plan, remat=spec.policy.remat, measure_parity=True)
     output = spec.policy.forward(params, batch.inputs(multipliers), options)
-    logp, entropy = token_logprobs(output.hidden[:, :-1], spec.policy.head(params), batch.tokens[:, 1:], batch.temperature)
+    temperature = jnp.broadcast_to(batch.temperature.reshape(batch.tokens.shape[0], -1), batch.tokens.shape)
+    logp, entropy = token_logprobs(output.hidden[:, :-1], spec.policy.head(params), batch.tokens[:, 1:], temperature[:, 1:])
 
-    def shift(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0), (1, 0)))
+    def shift(x: Float[Array, "B later"]) -> Float[Array, "B T"]:
+        # The column before the first token of a packed sequence belongs to another sequence.
+        return jnp.where(batch.positions > 0, jnp.pad(x, ((0, 0), (1, 0))), 0.0)
 
     return shift(logp), shift(entropy), output
 
@@ -80,7 +82,7 @@ def objective_and_gradient(
             logp, logp_old, batch.advantages, batch.sampled, weights, clip_low=spec.clip_low, clip_high=spec.clip_high
         )
         loss = loss_sum / token_total
-        stats |= mismatch_stats(fixed, batch.logp_rollout, batch.sampled, cap=spec.cap)
+        stats |= mismatch_stats(fixed, batch.logp_rollout, batch.sampled, batch.segment_ids, cap=spec.cap)
         stats |= entropy_stats(jax.lax.stop_gradient(entropy), batch.sampled)
         stats |= _parity(output.parity)
         stats |= _route_agreement(output.own_routes, batch)
@@ -98,7 +100,7 @@ def without_guidance(batch: TrainBatch) -> TrainBatch:
     return replace(batch, guides=replace(batch.guides, valid=jnp.zeros_like(batch.guides.valid)))
 
 
-def _parity(parity: dict[str, tuple[Array, Array]]) -> Stats:
+def _parity(parity: dict[str, tuple[Float[Array, " L"], Float[Array, " L"]]]) -> Stats:
     if not parity:
         return {}
     total = sum((jnp.sum(agreed) for agreed, _ in parity.values()), jnp.float32(0))
@@ -106,7 +108,7 @@ def _parity(parity: dict[str, tuple[Array, Array]]) -> Stats:
     return {"guidance/parity_agreement": WeightedMetric(total, count.astype(jnp.int32))}
 
 
-def _route_agreement(own: Array, batch: TrainBatch) -> Stats:
+def _route_agreement(own: Int[Array, "B T L k"], batch: TrainBatch) -> Stats:
     """Share of (token, layer) pairs for which the trainer's router would have chosen the recorded experts."""
     if batch.routes is None:
         return {}

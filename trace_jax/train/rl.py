@@ -48,7 +48,6 @@ class Learner:
     state: TrainState
     progress: Progress
     synced: int = -1
-    skipped_in_a_row: int = 0
 
     def sync(self) -> None:
         """Brings the engine to the current weights."""
@@ -75,7 +74,7 @@ def rl_step(learner: Learner) -> tuple[dict[str, float], Trajectories]:
     """Runs one step and returns its metrics and the scored trajectories.
 
     Raises:
-      UserError: three gradients in a row were not finite.
+      UserError: three gradients in a row were not finite, or the reward fails on every answer.
     """
     setup, config, progress = learner.setup, learner.setup.config, learner.progress
     step, rollout = progress.step + 1, config.rollout
@@ -198,7 +197,7 @@ def _update(
         "grad_norm": float(np.mean(norms)),
         "sync/version": float(learner.synced),
         "sync/staleness": float(max(staleness)),
-        "train/skipped_updates": float(learner.skipped_in_a_row),
+        "train/skipped_updates": float(learner.progress.skipped_in_a_row),
     }
     return metrics
 
@@ -210,8 +209,9 @@ def _update_sets(trajectories: Trajectories, updates: int) -> list[Int64[np.ndar
 
 
 def _count_skipped(learner: Learner, grad_norm: float) -> None:
-    learner.skipped_in_a_row = 0 if np.isfinite(grad_norm) else learner.skipped_in_a_row + 1
-    if learner.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+    skipped = 0 if np.isfinite(grad_norm) else learner.progress.skipped_in_a_row + 1
+    learner.progress = replace(learner.progress, skipped_in_a_row=skipped)
+    if skipped >= MAX_SKIPPED_IN_A_ROW:
         raise UserError(
             f"step {learner.progress.step + 1}: {MAX_SKIPPED_IN_A_ROW} gradients in a row were not finite; "
             "lower optimizer.learning_rate, or resume from an earlier checkpoint"

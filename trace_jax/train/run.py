@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import jax
 from trace_jax.config import Config, dump
 from trace_jax.errors import UserError
 from trace_jax.files import write_atomic
-from trace_jax.metrics.writers import open_writers
+from trace_jax.metrics.writers import MetricsLog, open_writers
 from trace_jax.rollout.storage import json_rows, write_jsonl
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.optimizer import make_optimizer
+from trace_jax.train.read_checkpoint import read_meta
+from trace_jax.train.resume import changed_keys, remove_later
 from trace_jax.train.rl import Learner, evaluate, make_learner, rl_step
 from trace_jax.train.setup import build_setup, calibrated, initial_policy, require_finite
 from trace_jax.train.state import TrainState
@@ -50,7 +53,7 @@ def stop_on_signal() -> Iterator[StopRequest]:
 
 
 def run_directory(out: Path | None, name: str, *, resume: bool) -> Path:
-    """The directory of a run: `out`, or `runs/<name>`; created unless it exists.
+    """The directory of a run: `out`, or `runs/<name>`; it is created when the run has passed every check.
 
     Raises:
       UserError: it holds a run and `resume` is false, or does not and `resume` is true.
@@ -63,8 +66,12 @@ def run_directory(out: Path | None, name: str, *, resume: bool) -> Path:
         raise UserError(f"{directory}: nothing to resume (no config.yaml); leave --resume out to start a run there")
     if not resume and directory.exists() and any(directory.iterdir()):
         raise UserError(f"{directory} is not empty; add --resume to continue it, or choose another --out")
-    directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+def say(line: str) -> None:
+    """Tells the person at the console something about the run; standard output is for results."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def run_training(config: Config, directory: Path, *, resume: bool = False, report: Report | None = None) -> dict[str, Any]:
@@ -72,7 +79,7 @@ def run_training(config: Config, directory: Path, *, resume: bool = False, repor
 
     Args:
       config: checked for training.
-      directory: an empty run directory, or one to resume.
+      directory: a new or empty directory, or one to resume.
       resume: continue from the last complete checkpoint.
       report: called after every step.
 
@@ -80,42 +87,52 @@ def run_training(config: Config, directory: Path, *, resume: bool = False, repor
       The metrics of the last step that ran (empty when there was nothing left to do).
     """
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
-    try:
-        with stop_on_signal() as stop:
-            return _run(config, directory, checkpoints, stop, resume, report or (lambda step, metrics: None))
-    finally:
-        checkpoints.wait()
-        checkpoints.close()
+    with stop_on_signal() as stop:
+        with closing(checkpoints):
+            metrics = _run(config, directory, checkpoints, stop, resume, report or (lambda step, metrics: None))
+        if stop.asked:
+            last = checkpoints.latest()
+            say("stopped before anything was written" if last is None else f"stopped; step {last} is saved, go on with --resume")
+    return metrics
 
 
 def _run(config: Config, directory: Path, checkpoints: Checkpoints, stop: StopRequest, resume: bool, report: Report) -> dict[str, Any]:
-    learner = _resumed(config, checkpoints) if resume and checkpoints.latest() is not None else _started(config)
-    learner.setup.task.rows(config.eval.split)  # an empty split is refused before anything is written
-    if not resume:
-        write_atomic(directory / "config.yaml", [dump(config).encode()])
-    (directory / "rollouts").mkdir(exist_ok=True)
-    # Step 0 is evaluated again when a run resumes from it, so its row goes too.
-    log = open_writers(directory, list(config.loggers), after_step=learner.progress.step or -1 if resume else None)
+    last = checkpoints.latest() if resume else None
+    learner = _started(config) if last is None else _resumed(config, checkpoints, last)
+    with closing(learner.engine), closing(learner.setup.task):
+        learner.setup.task.rows(config.eval.split)  # an empty split is refused before anything is written
+        if stop.asked:
+            return {}
+        if resume:
+            checkpoints.remove_unfinished()
+            remove_later(directory, learner.progress.step)
+        write_atomic(directory / "config.yaml", [dump(config).encode()], parents=True)
+        (directory / "rollouts").mkdir(exist_ok=True)
+        # Step 0 is evaluated again when a run resumes from it, so its row goes too.
+        after = learner.progress.step or -1 if resume else None
+        with closing(open_writers(directory, list(config.loggers), after_step=after)) as log:
+            return _loop(learner, directory, checkpoints, log, stop, report)
+
+
+def _loop(
+    learner: Learner, directory: Path, checkpoints: Checkpoints, log: MetricsLog, stop: StopRequest, report: Report
+) -> dict[str, Any]:
+    config = learner.setup.config
     metrics: dict[str, Any] = {}
-    try:
-        if learner.progress.step == 0:
-            log.write(0, evaluate(learner))
-            _save(checkpoints, learner)
-        while learner.progress.step < config.steps and not stop.asked:
-            metrics, trajectories = rl_step(learner)
-            step = learner.progress.step
-            write_jsonl(directory / "rollouts" / f"step_{step:06d}.jsonl", json_rows(trajectories, learner.setup.tokenizer))
-            if config.eval.every and (step % config.eval.every == 0 or step == config.steps):
-                metrics |= evaluate(learner)
-            log.write(step, metrics)
-            report(step, metrics)
-            if step % config.checkpoint.every == 0:
-                _save(checkpoints, learner)
+    if learner.progress.step == 0:
+        log.write(0, evaluate(learner))
         _save(checkpoints, learner)
-    finally:
-        log.close()
-        learner.engine.close()
-        learner.setup.task.close()
+    while learner.progress.step < config.steps and not stop.asked:
+        metrics, trajectories = rl_step(learner)
+        step = learner.progress.step
+        write_jsonl(directory / "rollouts" / f"step_{step:06d}.jsonl", json_rows(trajectories, learner.setup.tokenizer))
+        if config.eval.every and (step % config.eval.every == 0 or step == config.steps):
+            metrics |= evaluate(learner)
+        log.write(step, metrics)
+        report(step, metrics)
+        if step % config.checkpoint.every == 0:
+            _save(checkpoints, learner)
+    _save(checkpoints, learner)
     return metrics
 
 
@@ -127,13 +144,20 @@ def _started(config: Config) -> Learner:
     return make_learner(setup, state, Progress(seed=config.seed), setup.engine())
 
 
-def _resumed(config: Config, checkpoints: Checkpoints) -> Learner:
-    step = checkpoints.latest()
-    assert step is not None  # the caller looked
+def _resumed(config: Config, checkpoints: Checkpoints, step: int) -> Learner:
+    folder = checkpoints.directory / str(step)
+    changes = changed_keys(read_meta(folder)["config"], config, folder)
     policy, state, progress = checkpoints.restore(step, make_optimizer(config.optimizer))
-    require_finite(state.params, checkpoints.directory / str(step))
+    if progress.step and not progress.samples:
+        raise UserError(
+            f"{folder} was made by sft, and an RL run cannot go on from its optimizer; leave --resume out, choose another --out "
+            f"and set model.source={checkpoints.directory.parent}"
+        )
+    require_finite(state.params, folder)
     setup = build_setup(config, (policy.family, policy.config))
-    return make_learner(setup, state, progress, setup.engine())
+    learner = make_learner(setup, state, progress, setup.engine())
+    say(f"resumed after step {step}" + (f" with {', '.join(changes)}" if changes else ""))
+    return learner
 
 
 def _save(checkpoints: Checkpoints, learner: Learner) -> None:

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params
 from trace_jax.quantization.plan import UNQUANTIZED
 from trace_jax.tasks import Row
+from trace_jax.tasks.source import shorten
 from trace_jax.tokenizers import Tokenizer
 from trace_jax.train.batches import TrainBatch
 from trace_jax.train.objective import ObjectiveSpec, batch_logprobs
@@ -51,8 +53,24 @@ def sft_batch(rows: Sequence[Row], tokenizer: Tokenizer, length: int) -> TrainBa
     )
 
 
-def padded_length(longest: int) -> int:
-    """Width of a batch whose longest example has `longest` tokens."""
+def batch_width(rows: Sequence[Row], tokenizer: Tokenizer, context: int) -> int:
+    """Width of a batch that fits the worked answer of any of the rows.
+
+    Args:
+      rows: at least one.
+      context: tokens that the model can look at.
+
+    Raises:
+      UserError: an example is longer than the context.
+    """
+    lengths = [len(worked_example(row, tokenizer)[0]) for row in rows]
+    longest = max(lengths)
+    if longest > context:
+        row = rows[lengths.index(longest)]
+        raise UserError(
+            f"prompt {row.prompt_id} ({shorten(' '.join(row.question.split()), 60)!r}) has {longest} tokens with its worked answer, more "
+            f"than the context of {context} (model.config.max_position); raise it, or remove the row from the task"
+        )
     return -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 
 
@@ -60,7 +78,7 @@ def padded_length(longest: int) -> int:
 def sft_gradient(params: Params, batch: TrainBatch, *, policy: Policy) -> tuple[Params, Float[Array, ""], Float[Array, ""]]:
     """Gradient of the mean negative log-likelihood per answer token, the loss, and the number of tokens (float32)."""
 
-    def loss_fn(params: Params) -> tuple[Array, Array]:
+    def loss_fn(params: Params) -> tuple[Float[Array, ""], Float[Array, ""]]:
         logp, _, _ = batch_logprobs(params, {}, batch, ObjectiveSpec(policy, UNQUANTIZED))
         count = jnp.sum(batch.sampled, dtype=jnp.float32)
         return -jnp.sum(jnp.where(batch.sampled, logp, 0.0)) / jnp.maximum(count, 1.0), count

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.pytrees import register_arrays
 from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class TrainState:
     """Everything that an update changes or needs.
@@ -51,7 +52,7 @@ def apply_gradients(
     new_params = optax.apply_updates(params, updates)
     finite = jnp.isfinite(norm)
 
-    def keep(new: Array, old: Array) -> Array:
+    def keep(new: Shaped[Array, "*s"], old: Shaped[Array, "*s"]) -> Shaped[Array, "*s"]:
         return jnp.where(finite, new, old)
 
     return jax.tree.map(keep, new_params, params), jax.tree.map(keep, new_state, opt_state), norm

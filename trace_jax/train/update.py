@@ -16,7 +16,7 @@ from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.rollout.micro_batches import MicroBatch, length_buckets, plan_micro_batches
 from trace_jax.rollout.trajectories import Trajectories, token_rows
-from trace_jax.train.batches import make_batch
+from trace_jax.train.batches import make_packed_batch
 from trace_jax.train.objective import ObjectiveSpec, objective_and_gradient, without_guidance
 from trace_jax.train.state import TrainState, add_gradients, apply_gradients
 
@@ -42,7 +42,7 @@ class UpdateSettings:
     max_length: int
     replay: bool = True
 
-    def plan(self, lengths: np.ndarray) -> list[MicroBatch]:
+    def plan(self, lengths: Int64[np.ndarray, " S"]) -> list[MicroBatch]:
         """Micro-batches of sequences with these lengths."""
         return plan_micro_batches(lengths, self.micro_batch_tokens, length_buckets(self.max_length, count=2, multiple=LENGTH_MULTIPLE))
 
@@ -102,9 +102,9 @@ def measure(
     gradient, parts = None, []
     logp = np.zeros(trajectories.num_tokens, np.float32)
     for micro in settings.plan(trajectories.lengths()[chosen]):
-        batch, padded = make_batch(
+        batch, packed = make_packed_batch(
             trajectories,
-            chosen[micro.indices].tolist(),
+            [chosen[members].tolist() for members in micro.bins],
             micro.length,
             micro.rows,
             num_layers=settings.spec.policy.config.num_layers,
@@ -118,8 +118,8 @@ def measure(
             unguided = objective_and_gradient(params, multipliers, without_guidance(batch), total, spec=settings.spec)[2]
             stats = stats | {f"unguided/{name}": unguided[name] for name in unguided if _is_mismatch(name)}
         parts.append(stats)
-        starts = trajectories.offsets[:-1][padded.sequence_indices]
-        logp[token_rows(starts, padded.lengths)] = padded.gather(np.asarray(micro_logp))
+        starts = trajectories.offsets[:-1][packed.sequence_indices]
+        logp[token_rows(starts, packed.lengths)] = packed.gather(np.asarray(micro_logp))
     assert gradient is not None  # at least one sequence
     return Measurement(logp, combine(jax.device_get(parts)), gradient)
 

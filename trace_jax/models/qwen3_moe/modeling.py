@@ -1,13 +1,10 @@
-"""Qwen3-MoE in Flax NNX.
-
-The modules hold float32 masters in the torch layout `[out, in]`, so that the contraction axis is last and the
-quantization blocks run along it. The forward pass, in order:
+"""The forward pass of Qwen3-MoE, in order:
 
 1. Embed the tokens in the compute dtype.
 2. For each layer of the scanned group: attention over rounded keys and values (after RoPE; the newest included), then
    the experts: route, round the expert input once per token, fake-quantize the experts' weights, round the input of the
    down projection.
-3. Normalise. `logits` multiplies with the output head in float32.
+3. Normalise. `output_head` gives the matrix for the logits.
 
 Source: Qwen3 technical report, arXiv 2505.09388, and the layout of its Hugging Face checkpoints.
 """
@@ -19,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import round_to_bf16
 from trace_jax.layers.attention import attend
@@ -30,72 +27,9 @@ from trace_jax.layers.rope import apply_rope
 from trace_jax.layers.router import route
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput, SiteValues
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
+from trace_jax.models.qwen3_moe.modules import Layer, Qwen3Moe
 from trace_jax.quantization.sites import parity_agreement, round_site
 from trace_jax.quantization.weights import fake_quant_experts
-
-
-class Attention(nnx.Module):
-    """Projections and per-head norms of one layer's attention."""
-
-    def __init__(self, config: Qwen3MoeConfig, rngs: nnx.Rngs):
-        width, head = config.hidden_size, config.head_dim
-        query, key = config.num_heads * head, config.num_kv_heads * head
-        self.q_proj = _linear(rngs, query, width)
-        self.k_proj = _linear(rngs, key, width)
-        self.v_proj = _linear(rngs, key, width)
-        self.o_proj = _linear(rngs, width, query, gain=(2 * config.num_layers) ** -0.5)
-        self.q_norm = nnx.Param(jnp.ones(head, jnp.float32))
-        self.k_norm = nnx.Param(jnp.ones(head, jnp.float32))
-        if config.attention_bias:
-            self.q_bias = nnx.Param(jnp.zeros(query, jnp.float32))
-            self.k_bias = nnx.Param(jnp.zeros(key, jnp.float32))
-            self.v_bias = nnx.Param(jnp.zeros(key, jnp.float32))
-            self.o_bias = nnx.Param(jnp.zeros(width, jnp.float32))
-
-
-class Experts(nnx.Module):
-    """Weights of one layer's experts: `gate`, `up` `[E, F, D]` and `down` `[E, D, F]`."""
-
-    def __init__(self, config: Qwen3MoeConfig, rngs: nnx.Rngs):
-        count, hidden, width = config.num_experts, config.expert_hidden_size, config.hidden_size
-        self.gate = _linear(rngs, count, hidden, width)
-        self.up = _linear(rngs, count, hidden, width)
-        self.down = _linear(rngs, count, width, hidden, gain=(2 * config.num_layers) ** -0.5)
-
-    def weights(self) -> ExpertWeights:
-        """The masters as a tuple."""
-        return ExpertWeights(self.gate[...], self.up[...], self.down[...])
-
-
-class Layer(nnx.Module):
-    """One decoder layer."""
-
-    def __init__(self, config: Qwen3MoeConfig, rngs: nnx.Rngs):
-        self.input_norm = nnx.Param(jnp.ones(config.hidden_size, jnp.float32))
-        self.attention = Attention(config, rngs)
-        self.post_attention_norm = nnx.Param(jnp.ones(config.hidden_size, jnp.float32))
-        self.router = _linear(rngs, config.num_experts, config.hidden_size)
-        self.experts = Experts(config, rngs)
-
-
-class Table(nnx.Module):
-    """A `[V, D]` matrix: the embedding or the output head."""
-
-    def __init__(self, config: Qwen3MoeConfig, rngs: nnx.Rngs):
-        self.weight = nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32))
-
-
-class Qwen3Moe(nnx.Module):
-    """The decoder; its layers are one group, stacked along the leading axis."""
-
-    def __init__(self, config: Qwen3MoeConfig, rngs: nnx.Rngs):
-        self.embed = Table(config, rngs)
-        stack = nnx.vmap(lambda keys: Layer(config, keys), in_axes=0, out_axes=0)
-        self.groups = nnx.List([stack(rngs.split(config.num_layers))])
-        self.final_norm = nnx.Param(jnp.ones(config.hidden_size, jnp.float32))
-        if not config.tie_embeddings:
-            self.lm_head = Table(config, rngs)
-
 
 MODULE = Qwen3Moe
 
@@ -118,7 +52,9 @@ def forward(model: Qwen3Moe, config: Qwen3MoeConfig, inputs: ForwardInputs, opti
     layer_ids = jnp.arange(config.num_layers, dtype=jnp.int32)
     routes = None if inputs.routes is None else jnp.moveaxis(inputs.routes, 2, 0)
 
-    def body(carry: tuple[Array, KVCache | None], xs: Any) -> tuple[tuple[Array, KVCache | None], dict[str, Any]]:
+    def body(
+        carry: tuple[Float[Array, "B T D"], KVCache | None], xs: Any
+    ) -> tuple[tuple[Float[Array, "B T D"], KVCache | None], dict[str, Any]]:
         state, layer_id, multipliers, replay = xs
         layer = nnx.merge(graphdef, state)
         x, cache = carry
@@ -148,17 +84,17 @@ def output_head(model: Qwen3Moe, config: Qwen3MoeConfig) -> Float[Array, "V D"]:
 def _attention_block(
     layer: Layer,
     config: Qwen3MoeConfig,
-    x: Array,
+    x: Float[Array, "B T D"],
     cache: KVCache | None,
-    layer_id: Array,
-    multipliers: dict[str, Array],
+    layer_id: Int[Array, ""],
+    multipliers: dict[str, Float[Array, ""]],
     inputs: ForwardInputs,
     options: ForwardOptions,
-) -> tuple[Array, KVCache | None, dict[str, dict[str, Any]]]:
+) -> tuple[Float[Array, "B T D"], KVCache | None, dict[str, dict[str, Any]]]:
     attention = layer.attention
     normed = _normed(x, layer.input_norm, config)
 
-    def project(name: str, heads: int) -> Array:
+    def project(name: str, heads: int) -> Float[Array, "B T {heads} head_dim"]:
         y = normed @ getattr(attention, f"{name}_proj")[...].astype(x.dtype).T
         if config.attention_bias:
             y = y + getattr(attention, f"{name}_bias")[...].astype(x.dtype)[None, None, :]
@@ -191,13 +127,13 @@ def _attention_block(
 def _expert_block(
     layer: Layer,
     config: Qwen3MoeConfig,
-    x: Array,
-    layer_id: Array,
-    multipliers: dict[str, Array],
-    replay: Array | None,
+    x: Float[Array, "B T D"],
+    layer_id: Int[Array, ""],
+    multipliers: dict[str, Float[Array, ""]],
+    replay: Int[Array, "B T k"] | None,
     inputs: ForwardInputs,
     options: ForwardOptions,
-) -> tuple[Array, dict[str, dict[str, Any]]]:
+) -> tuple[Float[Array, "B T D"], dict[str, dict[str, Any]]]:
     normed = _normed(x, layer.post_attention_norm, config)
     logits = jnp.matmul(normed, layer.router[...].astype(x.dtype).T, preferred_element_type=jnp.float32)
     ids, mixing, own = route(logits, config.experts_per_token, config.norm_topk_prob, replay)
@@ -207,7 +143,7 @@ def _expert_block(
     del extras["kept"]
     weights = fake_quant_experts(layer.experts.weights(), options.plan.weights)
 
-    def quantize_hidden(hidden: Array) -> Array:
+    def quantize_hidden(hidden: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
         if options.observe == "amax":
             extras["observed"]["down_input"] = jnp.max(jnp.abs(hidden)).astype(jnp.float32)
         plan = options.plan.down_input
@@ -226,7 +162,7 @@ def _expert_block(
     return x + update.reshape(x.shape), {**extras, "routes": {"used": ids, "own": own}}
 
 
-def _normed(x: Array, weight: nnx.Param, config: Qwen3MoeConfig) -> Array:
+def _normed(x: Float[Array, "*rows D"], weight: nnx.Param, config: Qwen3MoeConfig) -> Float[Array, "*rows D"]:
     # An engine holds norm weights in BF16. A cast to BF16 and back could be folded away by XLA on GPU, so the master is
     # rounded arithmetically.
     scale = weight[...]
@@ -241,14 +177,14 @@ def _site_extras() -> dict[str, dict[str, Any]]:
 
 def _round(
     site: str,
-    x: Array,
-    layer_id: Array,
-    multipliers: dict[str, Array],
+    x: Float[Array, "B T *width"],
+    layer_id: Int[Array, ""],
+    multipliers: dict[str, Float[Array, ""]],
     inputs: ForwardInputs,
     options: ForwardOptions,
     extras: dict[str, dict[str, Any]],
     lead: int,
-) -> Array:
+) -> Float[Array, "B T *width"]:
     plan, multiplier = options.plan.site(site), multipliers.get(site)
     if options.observe == "amax":
         extras["observed"][site] = jnp.max(jnp.abs(x)).astype(jnp.float32)
@@ -264,8 +200,3 @@ def _round(
     if options.measure_parity and guide is not None and guide.kind != "scales":
         extras["parity"][site] = parity_agreement(x, rounded, guide, plan, multiplier)
     return rounded
-
-
-def _linear(rngs: nnx.Rngs, *shape: int, gain: float = 1.0) -> nnx.Param:
-    deviation = gain * shape[-1] ** -0.5
-    return nnx.Param(deviation * jax.random.normal(rngs.params(), shape, jnp.float32))

@@ -104,7 +104,7 @@ def from_hf_tensors(config: Qwen3MoeConfig, files: TensorFiles) -> Params:
     return _nest(leaves)
 
 
-def to_hf_tensors(config: Qwen3MoeConfig, params: Params) -> Iterator[tuple[str, Float[np.ndarray, "*shape"]]]:
+def to_hf_tensors(config: Qwen3MoeConfig, params: Params) -> Iterator[tuple[str, Float[np.ndarray, "*_"]]]:
     """The tensors of `hf_names(config)`, in that order, as float32 on the host; fetched one layer at a time.
 
     Raises:
@@ -118,7 +118,7 @@ def to_hf_tensors(config: Qwen3MoeConfig, params: Params) -> Iterator[tuple[str,
     return _slices(key_map(config), leaves)
 
 
-def _slices(entries: list[Entry], leaves: dict[TreePath, Any]) -> Iterator[tuple[str, Float[np.ndarray, "*shape"]]]:
+def _slices(entries: list[Entry], leaves: dict[TreePath, Any]) -> Iterator[tuple[str, Float[np.ndarray, "*_"]]]:
     current, on_host = None, {}
     for entry in entries:
         layer, within = entry.position[:1], entry.position[1:]

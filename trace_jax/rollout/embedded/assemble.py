@@ -1,6 +1,6 @@
-"""Turns the padded arrays of a finished wave into ragged trajectories.
+"""Turns finished and aborted requests into ragged trajectories.
 
-Records of a row live in *columns*: columns 0..P-1 are the prompt's positions, column P+j is the j-th fed answer token, at
+Records of a row of a wave live in *columns*: columns 0..P-1 are the prompt's positions, column P+j is the j-th fed answer token, at
 position `length + j`. The last token of a row was never fed and gets a blank, invalid record.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32, Int64
@@ -91,17 +92,39 @@ def assemble(
         sampled=in_answer,
         logprobs=logprobs,
         weight_version=np.full(offsets[-1], version, np.int32),
-        sample_id=np.asarray([request.sample_id for request in requests], np.uint64),
-        prompt_id=np.asarray([request.prompt_id for request in requests], np.uint64),
-        group=np.asarray([request.group for request in requests], np.int64),
-        attempt=np.asarray([request.attempt for request in requests], np.uint16),
-        temperature=np.asarray([request.temperature for request in requests], np.float32),
         finish_reason=_finish_reasons(requests, wave, answer),
-        reward=np.full(rows, np.nan, np.float32),
+        **_per_request(requests),
         routes=Routes(routed, fed, layers),
         guidance=None if full is None else _compact(full, kept),
     )
     return trajectories if full is None else trajectories.replace(audit=_audit(requests, full, length, row))
+
+
+def without_answers(requests: Sequence[Request], version: int) -> Trajectories:
+    """Aborted requests as sequences of their prompt alone."""
+    lengths = [request.tokens.size for request in requests]
+    count = sum(lengths)
+    return Trajectories(
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        tokens=np.concatenate([request.tokens for request in requests]).astype(np.int32),
+        sampled=np.zeros(count, bool),
+        logprobs=np.zeros(count, np.float32),
+        weight_version=np.full(count, version, np.int32),
+        finish_reason=np.full(len(requests), FinishReason.ABORTED, np.uint8),
+        **_per_request(requests),
+    )
+
+
+def _per_request(requests: Sequence[Request]) -> dict[str, Any]:
+    """The columns that an answer does not change; the reward is not known yet."""
+    return {
+        "sample_id": np.asarray([request.sample_id for request in requests], np.uint64),
+        "prompt_id": np.asarray([request.prompt_id for request in requests], np.uint64),
+        "group": np.asarray([request.group for request in requests], np.int64),
+        "attempt": np.asarray([request.attempt for request in requests], np.uint16),
+        "temperature": np.asarray([request.temperature for request in requests], np.float32),
+        "reward": np.full(len(requests), np.nan, np.float32),
+    }
 
 
 def _finish_reasons(requests: Sequence[Request], wave: WaveRecords, answer: Int64[np.ndarray, " B"]) -> np.ndarray:

@@ -18,9 +18,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from pallas_kernels import mantissa_bits
+from pallas_kernels.pytrees import register_arrays
 from trace_jax.guidance.site_record import RecordKind
 from trace_jax.layers.kv_cache import KVCache, init_cache
 from trace_jax.layers.logprobs import logits_of
@@ -32,7 +33,7 @@ from trace_jax.quantization.plan import QuantPlan
 from trace_jax.quantization.sites import Captured
 from trace_jax.rollout.embedded.sampler import sample
 
-SiteCapture = dict[str, Array | None]
+SiteCapture = dict[str, Shaped[Array, "Ls B T ..."] | None]
 """`data`, `scales` and `multiplier` of one site, leading axes `[Ls, B, T]`."""
 
 
@@ -55,7 +56,7 @@ class DecodeSpec:
     truncated: bool
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class Sampling:
     """Per-row sampling settings.
@@ -75,7 +76,7 @@ class Sampling:
     stop: Int[Array, "B n"]
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class RowState:
     """The newest token of each row (drawn, not yet fed), its position, and whether the row is finished."""
@@ -85,22 +86,22 @@ class RowState:
     done: Bool[Array, " B"]
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class Drawn:
     """Tokens drawn in one or several steps, with their log-probabilities; `live` is false for rows that had finished."""
 
-    token: Array
-    logprob: Array
-    live: Array
+    token: Int[Array, " B *steps"]
+    logprob: Float[Array, " B *steps"]
+    live: Bool[Array, " B *steps"]
 
 
-@jax.tree_util.register_dataclass
+@register_arrays
 @dataclass(frozen=True)
 class Fed:
     """Records of tokens that were fed: routes `[B, T, L, k]` and per site a `SiteCapture`."""
 
-    routes: Array
+    routes: Int[Array, "B T L k"]
     sites: dict[str, SiteCapture]
 
 
@@ -155,8 +156,8 @@ def decode(
 
 
 def _run(
-    params: Params, multipliers: Multipliers, tokens: Array, positions: Array, cache: KVCache, spec: DecodeSpec
-) -> tuple[Array, KVCache, Fed]:
+    params: Params, multipliers: Multipliers, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: KVCache, spec: DecodeSpec
+) -> tuple[Float[Array, "B T D"], KVCache, Fed]:
     slots = jnp.arange(cache.num_slots, dtype=jnp.int32)
     mask = slots[None, None, :] <= positions[:, :, None]
     inputs = ForwardInputs(tokens, positions, mask, multipliers, cache=cache)
@@ -181,7 +182,7 @@ def _recorded(site: str, captured: Captured, spec: DecodeSpec) -> SiteCapture:
     }
 
 
-def _draw(hidden: Array, params: Params, state: RowState, sampling: Sampling, spec: DecodeSpec) -> tuple[RowState, Drawn]:
+def _draw(hidden: Float[Array, "B D"], params: Params, state: RowState, sampling: Sampling, spec: DecodeSpec) -> tuple[RowState, Drawn]:
     logits = logits_of(hidden, spec.policy.head(params))
     position = state.position + 1
     keys = jax.vmap(lambda seed, p: jax.random.fold_in(jax.random.key(seed), p))(sampling.seed, position)

@@ -1,0 +1,75 @@
+"""A start that is refused, or stopped before it began, leaves no trace; one that works makes its own folder."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import yaml
+
+from trace_jax.cli.app import main
+from trace_jax.train.run import run_training
+from trace_jax.train.run_sft import run_sft
+
+TINY_TASK = "task.params={min_word_len: 3, max_word_len: 3, size: 3}"
+"""Three questions: some split of them is empty."""
+
+STOPPING_TASK = """
+import signal
+
+def rows():
+    signal.raise_signal(signal.SIGTERM)
+    return [{"question": f"q{number}", "answer": "a"} for number in range(90)]
+"""
+
+
+@pytest.fixture
+def config_file(values, tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("tokenizer=/no/such/tokenizer", "/no/such/tokenizer"),
+        ("model.source=/no/such/run", "/no/such/run: no such file or directory"),
+        ("model.config.vocab_size=100", "vocab_size"),
+        ("model.config.hidden_siez=64", "hidden_siez"),
+        ("rollout.max_new_tokens=30", "exceeds the context of 32"),
+        ("rollout.max_prompt_tokens=3", "rollout.max_prompt_tokens=3"),
+        ("task.name=jsonl:/no/such/file.jsonl", "/no/such/file.jsonl"),
+        ("task.reward=no.such:reward", "no.such"),
+        (TINY_TASK, "is empty"),
+    ],
+)
+def test_a_refused_start_leaves_nothing(config_file, tmp_path, capsys, command, override, named):
+    before = sorted(tmp_path.rglob("*"))
+    assert main([command, str(config_file), override, "--out", str(tmp_path / "runs" / "new")]) == 2
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert printed[-1].startswith("error: ") and named in printed[-1]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_example_beyond_the_context_is_refused_by_sft(config_file, tmp_path, capsys):
+    """The prompts and answers of the rollout fit, the worked answers do not."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"question": "q{number:03d}", "answer": "{"a" * 40}"}}\n' for number in range(90)))
+    task = f"task={{name: 'jsonl:{rows}', reward: exact}}"
+    assert main(["sft", str(config_file), task, "--out", str(tmp_path / "new")]) == 2
+    assert "more than the context of 32" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("start", [run_training, run_sft])
+def test_sigterm_before_anything_is_written(make_config, tmp_path, monkeypatch, capsys, start):
+    """The signal comes while the task is loaded: the program sets up, sees it, and ends as if it had not been started."""
+    (tmp_path / "stopping_task.py").write_text(STOPPING_TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    former = signal.getsignal(signal.SIGTERM)
+    config = make_config("task={name: 'stopping_task:rows', reward: exact}")
+    assert start(config, tmp_path / "run") == {}
+    assert capsys.readouterr().err == "stopped before anything was written\n"
+    assert not (tmp_path / "run").exists() and signal.getsignal(signal.SIGTERM) == former

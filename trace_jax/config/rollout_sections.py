@@ -1,0 +1,105 @@
+"""Sections about the rollout, its rounding and its record: `rollout`, `train_quant`, `guidance`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from trace_jax.config.layer_spec import LayerSpec, parse_layers
+from trace_jax.config.section import SITES, Count, Format, Positive, Section, distinct
+
+
+class KvCacheSection(Section):
+    """Formats of the KV cache: keys after RoPE, and values."""
+
+    k: Format = "nvfp4"
+    v: Format = "nvfp4"
+
+
+class ResidualSection(Section):
+    """Residual compensation of the rollout's expert weights: the share of blocks kept exactly, and how they are chosen."""
+
+    fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    selection: Literal["l2"] = "l2"
+
+
+class RolloutSection(Section):
+    """How answers are generated.
+
+    Args:
+      engine: `jax` (embedded) or the name of an installed engine.
+      weights, activations, kv_cache: formats of the routed experts' weights and inputs and of the cache.
+      scope: which linear layers are quantized.
+      activation_scale: `static` (calibrated, constant for the run) or `per_token`.
+      residual_compensation: correction of quantized weights.
+      group_size: answers per prompt.
+      prompts_per_step: prompts of one training step.
+      max_new_tokens: limit of one answer in tokens.
+      max_prompt_tokens: longest prompt accepted; null is the model's context less `max_new_tokens`.
+      temperature: of sampling; 0 is greedy.
+      top_p, top_k: truncation of the distribution; 1.0 and -1 switch it off.
+      max_batch: sequences generated at the same time; null is all of them.
+    """
+
+    engine: str = "jax"
+    weights: Format = "nvfp4"
+    activations: Format = "nvfp4"
+    kv_cache: KvCacheSection = KvCacheSection()
+    scope: Literal["routed_experts"] = "routed_experts"
+    activation_scale: Literal["static", "per_token"] = "static"
+    residual_compensation: ResidualSection = ResidualSection()
+    group_size: Positive = 8
+    prompts_per_step: Positive = 16
+    max_new_tokens: Positive = 64
+    max_prompt_tokens: Positive | None = None
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    max_batch: Positive | None = None
+
+    def format_of(self, site: str) -> Format:
+        """Format of a recordable site: `expert_input`, `k` or `v`."""
+        formats: dict[str, Format] = {"expert_input": self.activations, "k": self.kv_cache.k, "v": self.kv_cache.v}
+        return formats[site]
+
+
+class TrainQuantSection(Section):
+    """How the trainer's forward pass rounds; formats are the rollout's.
+
+    Args:
+      weights: routed experts' weights.
+      activations: input of the experts' gate/up projection.
+      down_input: input of the experts' down projection; it is not recorded, so it cannot be guided.
+      kv_cache: K and V.
+    """
+
+    weights: Literal["none", "rtn"] = "rtn"
+    activations: Literal["none", "rtn", "guided"] = "guided"
+    down_input: Literal["none", "rtn"] = "rtn"
+    kv_cache: Literal["none", "rtn", "guided"] = "guided"
+
+
+class AuditSection(Section):
+    """Sequences recorded with full codes at all layers, for diagnosis: every so many steps (0: never), and how many."""
+
+    every: Count = 10
+    sequences: Positive = 4
+
+
+class GuidanceSection(Section):
+    """What the rollout records for the trainer.
+
+    Args:
+      record: `scales`, `mantissa` (one bit and the scales), `codes`, or `none`.
+      layers: `all`, `last_half`, `last:N`, `first:N`, or a list of global layer ids.
+      sites: which activation sites; a site that the rollout does not round to FP4 records nothing.
+      audit: full-code records for diagnosis.
+      cache_budget_mb: memory for records that wait for the trainer, in MiB.
+    """
+
+    record: Literal["none", "scales", "mantissa", "codes"] = "mantissa"
+    layers: Annotated[LayerSpec, BeforeValidator(parse_layers)] = "last_half"
+    sites: Annotated[tuple[Literal["expert_input", "k", "v"], ...], Field(strict=False), AfterValidator(distinct)] = SITES
+    audit: AuditSection = AuditSection()
+    cache_budget_mb: Positive = 2048

@@ -1,0 +1,109 @@
+"""Reading one checkpoint folder: what is complete, what is damaged, and the arrays.
+
+Files are compared with the manifest before they are read, so that damage ends in one line that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from trace_jax.errors import UserError
+from trace_jax.models.policy import Policy
+from trace_jax.models.registry import Params, config_from_dict, param_shapes
+from trace_jax.quantization.multipliers import Multipliers
+from trace_jax.quantization.plan import SITES
+from trace_jax.train.manifest import find_damage
+
+FORMAT_VERSION = 1
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, in order; none if there is no such folder."""
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
+
+
+def describe_policy(policy: Policy) -> dict[str, Any]:
+    """The policy as JSON."""
+    return {
+        "family": policy.family,
+        "config": policy.config.to_dict(),
+        "compute_dtype": policy.compute_dtype,
+        "experts_implementation": policy.experts_implementation,
+    }
+
+
+def policy_from_meta(meta: dict[str, Any]) -> Policy:
+    """Inverts `describe_policy`."""
+    stored = meta["policy"]
+    config = config_from_dict(stored["family"], stored["config"])
+    return Policy(stored["family"], config, stored["compute_dtype"], stored["experts_implementation"])
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The JSON document of one checkpoint, checked for its format version.
+
+    Raises:
+      UserError: it is damaged or has another format version.
+    """
+    _require_undamaged(folder, "meta")
+    try:
+        meta = json.loads((folder / "meta" / "metadata").read_bytes())
+    except (OSError, ValueError) as error:
+        raise _damaged(folder, "meta is missing or not JSON") from error
+    found = meta.get("format_version") if isinstance(meta, Mapping) else None
+    if found != FORMAT_VERSION:
+        raise UserError(f"{folder}: checkpoint format {found} is not {FORMAT_VERSION}; re-create it with this version")
+    return dict(meta)
+
+
+def restore_policy(folder: Path, meta: dict[str, Any]) -> tuple[Params, Multipliers]:
+    """The parameters and multipliers of one checkpoint.
+
+    Raises:
+      UserError: they are damaged.
+    """
+    policy = policy_from_meta(meta)
+    params = restore_item(folder, "params", param_shapes(policy.family, policy.config))
+    per_layer = jax.ShapeDtypeStruct((policy.config.num_layers,), jnp.float32)
+    sites = [site for site in SITES if site in meta["sites"]]
+    return params, restore_item(folder, "multipliers", dict.fromkeys(sites, per_layer)) if sites else {}
+
+
+def restore_item(folder: Path, item: str, shapes: Any) -> Any:
+    """One item of a checkpoint on the first device, with the shapes and dtypes of the tree `shapes`.
+
+    Raises:
+      UserError: it is damaged.
+    """
+    _require_undamaged(folder, item)
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
+    try:
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            return checkpointer.restore((folder / item).absolute(), args=ocp.args.StandardRestore(abstract))
+    except Exception as error:  # Orbax wraps what its storage raises in a bare Exception
+        raise _damaged(folder, f"{item} cannot be read") from error
+
+
+def _require_undamaged(folder: Path, item: str) -> None:
+    damage = find_damage(folder, item)
+    if damage is not None:
+        raise _damaged(folder, damage)
+
+
+def _damaged(folder: Path, damage: str) -> UserError:
+    others = [step for step in complete_steps(folder.parent) if str(step) != folder.name]
+    earlier = [step for step in others if step < int(folder.name)]
+    remedy = (
+        f"remove the folder {folder} to go on from step {max(earlier or others)}"
+        if others
+        else f"there is no other checkpoint in {folder.parent}, start again from its source with another --out"
+    )
+    return UserError(f"{folder}: {damage}; {remedy}")
