@@ -115,8 +115,8 @@ def guided(plan: QuantPlan) -> QuantPlan:
 
 def batch_of(trajectories: Trajectories, length: int = FORWARD_LENGTH) -> TrainBatch:
     """All sequences as one padded batch."""
-    chosen = list(range(trajectories.num_sequences))
-    return make_batch(trajectories, chosen, length, FORWARD_ROWS, num_layers=CONFIG.num_layers)[0]
+    bins = [[index] for index in range(trajectories.num_sequences)]
+    return make_batch(trajectories, bins, length, FORWARD_ROWS, num_layers=CONFIG.num_layers)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("spec",))

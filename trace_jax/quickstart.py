@@ -47,11 +47,9 @@ def main(arguments: Sequence[str]) -> int:
     root = _fresh_directory(Path("runs"), config_path.stem)
     started = time.perf_counter()
     cold = root / "cold-start"
-    cold.mkdir(parents=True)
     print(f"1. cold start on worked answers -> {cold}", flush=True)
     run_sft(config, cold, _every(20, ("sft/loss", "sft/pass_at_1")))
     trained = root / "train"
-    trained.mkdir()
     config = load(config_path, [*overrides, f"model.source={cold}"])
     print(f"2. RL, method {config.method}, {config.steps} steps -> {trained}", flush=True)
     run_training(config, trained, report=_every(20, ("reward/mean", "reward/pass_rate", "rollout_corr/k3_kl", "time/step")))
@@ -137,7 +135,8 @@ def _every(count: int, names: Sequence[str]) -> Callable[[int, dict[str, Any]], 
     def report(step: int, metrics: dict[str, Any]) -> None:
         if step == 1 or step % count == 0:
             found = [f"{name} {metrics[name]:.4g}" for name in names if name in metrics]
-            print(f"   step {step:>4}  " + "  ".join(found), flush=True)
+            if found:
+                print(f"   step {step:>4}  " + "  ".join(found), flush=True)
 
     return report
 

@@ -15,10 +15,10 @@ MAGNITUDES = np.arange(0x0080, 0x7F80, dtype=np.uint16).view(jnp.bfloat16).astyp
 
 
 def inputs(fmt):
-    """(magnitudes [n, 1], steps [1, m]) of a format: with E8M0 the step is 1 or 2, with E4M3 any scale from a byte, zero included."""
-    steps = np.asarray(e4m3_value(jnp.arange(0x7F)), np.float32) if fmt.has_multiplier else np.float32([1.0, 2.0])
-    magnitudes = np.concatenate([np.float32([0.0]), MAGNITUDES])
-    return jnp.asarray(magnitudes)[:, None], jnp.asarray(steps)[None, :]
+    """(magnitudes [n, m], steps [1, m]) of a format: with E8M0 the step is 1 or 2, with E4M3 any scale from a byte, zero included."""
+    steps = np.asarray(e4m3_value(jnp.arange(0x7F)), np.float32) if fmt.has_multiplier else np.asarray([1.0, 2.0], np.float32)
+    magnitudes = np.concatenate([np.zeros(1, np.float32), MAGNITUDES])
+    return jnp.asarray(np.broadcast_to(magnitudes[:, None], (magnitudes.size, steps.size))), jnp.asarray(steps)[None, :]
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
@@ -36,7 +36,8 @@ def test_nearest_code(fmt):
 @pytest.mark.parametrize(("bit", "known"), ((0, True), (1, True), (0, False)))
 def test_code_with_a_low_bit(fmt, bit, known):
     a, step = inputs(fmt)
-    step = step[:, np.asarray(step)[0] > 0]
+    positive = np.asarray(step)[0] > 0
+    a, step = a[:, positive], step[:, positive]
     bits, mask = jnp.full(a.shape, bit, jnp.int32), jnp.full(a.shape, known)
     expected = np.asarray(ladder.value_with_low_bit(a, step, bits, mask, fmt))
     np.testing.assert_array_equal(np.asarray(reciprocal.value_with_low_bit(a, step, bits, mask, fmt)), expected)
@@ -47,7 +48,7 @@ def test_code_with_a_low_bit(fmt, bit, known):
 def test_more_significant_bits_need_the_ladder(name):
     """The control: next to a threshold a float32 magnitude is rounded differently, so only bfloat16 may take the shortcut."""
     fmt = FORMATS[0]
-    step = jnp.float32(7.0)
+    step = jnp.full(1, 7.0, jnp.float32)
     thresholds = jnp.asarray([0.25, 0.5, 1.0, 2.5, 5.0], jnp.float32) * step
     nearby = jnp.concatenate([thresholds * jnp.float32(1 + 2.0**-20), thresholds * jnp.float32(1 - 2.0**-20)])
     fast, exact = (np.asarray(getattr(module, name)(nearby, step, fmt)) for module in (reciprocal, ladder))

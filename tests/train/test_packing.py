@@ -16,7 +16,7 @@ from trace_jax.metrics.weighted import finalize
 from trace_jax.rollout import Trajectories
 from trace_jax.rollout.micro_batches import MicroBatch
 from trace_jax.rollout.padding import PaddedBatch
-from trace_jax.train.batches import TrainBatch, make_packed_batch
+from trace_jax.train.batches import TrainBatch, make_batch
 from trace_jax.train.objective import ObjectiveSpec, batch_logprobs
 from trace_jax.train.update import UpdateSettings, measure
 
@@ -106,9 +106,9 @@ def test_logp_08_tokens_of_a_packed_row_do_not_see_their_neighbours(case):
     """Log-probs within 1e-5, codes and routes exact, temperatures mixed in a row; without segments nothing of this holds."""
     settings = UpdateSettings(SPEC, optax.sgd(1.0), micro_batch_tokens=64 * LENGTH, max_length=LENGTH)
     (micro,) = settings.plan(case.trajectories.lengths())
-    packed = make_packed_batch(case.trajectories, micro.bins, LENGTH, 32, num_layers=tiny.CONFIG.num_layers)
+    packed = make_batch(case.trajectories, micro.bins, LENGTH, 32, num_layers=tiny.CONFIG.num_layers)
     assert max(len(members) for members in micro.bins) > 2
-    plain = make_packed_batch(case.trajectories, [[i] for i in range(17)], LENGTH, 32, num_layers=tiny.CONFIG.num_layers)
+    plain = make_batch(case.trajectories, [[i] for i in range(17)], LENGTH, 32, num_layers=tiny.CONFIG.num_layers)
     close, exact = by_token(*packed)
     expected_close, expected_exact = by_token(*plain)
     for name, values in expected_close.items():

@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 from trace_jax.cli.app import main
+from trace_jax.errors import UserError
 from trace_jax.train.run import run_training
+from trace_jax.train.run_lock import run_lock
 from trace_jax.train.run_sft import run_sft
 
 TINY_TASK = "task.params={min_word_len: 3, max_word_len: 3, size: 3}"
@@ -73,3 +75,12 @@ def test_sigterm_before_anything_is_written(make_config, tmp_path, monkeypatch, 
     assert start(config, tmp_path / "run") == {}
     assert capsys.readouterr().err == "stopped before anything was written\n"
     assert not (tmp_path / "run").exists() and signal.getsignal(signal.SIGTERM) == former
+
+
+def test_a_second_lock_is_refused_until_the_first_ends(tmp_path):
+    with run_lock(tmp_path / "run"):
+        with pytest.raises(UserError, match="in use by another program"):
+            with run_lock(tmp_path / "run"):
+                pass
+    with run_lock(tmp_path / "run"):
+        assert (tmp_path / "run" / ".lock").is_file()

@@ -23,6 +23,7 @@ from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.read_checkpoint import complete_steps
 from trace_jax.train.rl import _count_skipped
 from trace_jax.train.run import _resumed, run_directory, run_training
+from trace_jax.train.run_lock import run_lock
 
 MEASURED_IN_SECONDS = ("time/", "throughput/")
 
@@ -126,7 +127,7 @@ def test_resume_from_the_very_beginning(copy, uninterrupted, config, remains):
     assert rows_of(copy) == rows_of(uninterrupted)
 
 
-@pytest.mark.parametrize("name", ["4.partial", "4.partial.orbax-checkpoint-tmp", "4.orbax-checkpoint-tmp-7"])
+@pytest.mark.parametrize("name", ["4.orbax-checkpoint-tmp", "4.orbax-checkpoint-tmp-7"])
 def test_ckpt_09_an_unfinished_save_is_not_a_checkpoint_and_is_cleared_away(copy, uninterrupted, config, name):
     checkpoints = copy / "checkpoints"
     shutil.move(checkpoints / "4", checkpoints / name)
@@ -165,13 +166,13 @@ checkpoints = Checkpoints(folder)
 checkpoints.save(state, Progress(step=3), loaded.policy, "ascii", {{}})
 checkpoints.wait()
 checkpoints.save(state, Progress(step=5), loaded.policy, "ascii", {{}})
-while not any(path.is_file() for path in folder.glob("5.partial*/**/*")):
+while not any(path.is_file() for path in folder.glob("5.orbax-checkpoint-tmp*/**/*")):
     pass
 os.kill(os.getpid(), signal.SIGKILL)
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[2])
     assert result.returncode == -signal.SIGKILL, result.stderr
-    assert any(tmp_path.glob("5.partial*")) and complete_steps(tmp_path) == [3]
+    assert any(tmp_path.glob("5.orbax-checkpoint-tmp*")) and complete_steps(tmp_path) == [3]
     assert load_policy(tmp_path).meta["progress"]["step"] == 3
     Checkpoints(tmp_path).remove_unfinished()
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
@@ -232,3 +233,12 @@ def test_keep_the_last_checkpoints(tmp_path, uninterrupted, config):
         checkpoints.wait()
     checkpoints.close()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()) == ["2", "3"]
+
+
+def test_a_run_that_another_program_holds_is_left_alone(copy, config):
+    """The second program must not clear away what the first one is saving."""
+    saving = copy / "checkpoints" / "6.orbax-checkpoint-tmp"
+    saving.mkdir()
+    with run_lock(copy), pytest.raises(UserError, match="in use by another program"):
+        run_training(config, copy, resume=True)
+    assert saving.is_dir()

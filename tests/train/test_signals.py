@@ -61,7 +61,7 @@ def complete(out: Path) -> list[int]:
 
 
 def saving(out: Path) -> bool:
-    return any((out / "checkpoints").glob("*.partial*"))
+    return any((out / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
 
 
 def wait_for(program: subprocess.Popen[str], condition, pause: float = 0.02) -> None:

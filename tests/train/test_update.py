@@ -110,7 +110,7 @@ def test_len_06_padded_rows_change_nothing(learner, batch):
     trajectories, advantages = batch
     results = []
     for rows in (4, 8):
-        padded, _ = make_batch(trajectories, [0, 5, 6], 16, rows, num_layers=2, advantages=advantages)
+        padded, _ = make_batch(trajectories, [[0], [5], [6]], 16, rows, num_layers=2, advantages=advantages)
         state, spec = learner.state, learner.settings.spec
         results.append(objective_and_gradient(state.params, state.multipliers, padded, jnp.float32(20), spec=spec))
     (first, first_logp, first_stats), (second, second_logp, second_stats) = results

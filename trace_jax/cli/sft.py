@@ -26,4 +26,8 @@ def sft(config: ConfigFile, overrides: Overrides = None, out: RunFolder = None, 
         metrics = run_sft(settings, directory, display.steps("cold start", settings.sft.steps))
         return {"checkpoint": directory, "metrics": metrics}
 
-    run_and_show(work, lambda result: typer.echo(f"checkpoint: {result['checkpoint']}"), json=json)
+    def show(result: dict[str, Any]) -> None:
+        if directory.is_dir():  # a stop before the start leaves nothing
+            typer.echo(f"checkpoint: {result['checkpoint']}")
+
+    run_and_show(work, show, json=json)

@@ -43,4 +43,8 @@ def train(
         metrics = run_training(settings, directory, resume=resume, report=display.steps("training", settings.steps))
         return {"run": directory, "metrics": metrics}
 
-    run_and_show(work, lambda result: typer.echo(f"run: {result['run']}"), json=json)
+    def show(result: dict[str, Any]) -> None:
+        if directory.is_dir():  # a stop before the start leaves nothing
+            typer.echo(f"run: {result['run']}")
+
+    run_and_show(work, show, json=json)

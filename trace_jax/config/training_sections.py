@@ -41,7 +41,7 @@ class TrainSection(Section):
     """How a batch becomes updates.
 
     Args:
-      micro_batch_tokens: tokens, padding included, of one forward and backward pass.
+      micro_batch_tokens: tokens, padding included, of one forward and backward pass; short sequences share a row.
       updates_per_batch: optimizer updates per generated batch; its prompts are split among them.
       unguided_every: steps between measurements of an unguided forward pass beside the guided one; 0 is never.
       old_logprobs: `recompute` takes old log-probs from the trainer's own forward pass before the updates.

@@ -83,7 +83,7 @@ def compare_sites(
     length = -(-(max_length or int(audited.lengths().max())) // 16) * 16
     everything = list(range(audited.num_sequences))
     num_layers = spec.policy.config.num_layers
-    batch, _ = make_batch(audited, everything, length, len(everything), num_layers=num_layers, replay=replay)
+    batch, _ = make_batch(audited, [[index] for index in everything], length, len(everything), num_layers=num_layers, replay=replay)
     observed = jax.device_get(_observe(params, multipliers, batch, spec=spec))
     full = pad_batch(audited.replace(guidance=audited.audit.record), everything, length).guidance
     assert full is not None  # just put there

@@ -102,7 +102,7 @@ class GuidanceCache:
         if samples:
             self._store.add(trajectories, samples)
 
-    def get(self, sample_ids: Iterable[int]) -> Trajectories:
+    def get(self, sample_ids: Iterable[int | np.integer]) -> Trajectories:
         """Stored trajectories with their record, in the order asked for.
 
         Samples that are not there are left out and counted; compare `sample_id` of the result.
@@ -119,7 +119,7 @@ class GuidanceCache:
         return joined.select([place[sample] for sample in entry_of])
 
     def slices(
-        self, sample_ids: Iterable[int], lengths: Sequence[int] | Int[np.ndarray, " S"], layers: Sequence[int] | None = None
+        self, sample_ids: Iterable[int | np.integer], lengths: Sequence[int] | Int[np.ndarray, " S"], layers: Sequence[int] | None = None
     ) -> GuidanceRecord | None:
         """The record of a micro-batch, aligned to the tokens of its sequences one after the other.
 
@@ -152,7 +152,7 @@ class GuidanceCache:
         # The part without rows gives the form even if every sample is missing.
         return GuidanceRecord.concat([form if layers is None else form.take_layers(layers), *parts], [0, *counts])
 
-    def evict(self, sample_ids: Iterable[int]) -> None:
+    def evict(self, sample_ids: Iterable[int | np.integer]) -> None:
         """Drop samples; a batch goes when its last sample does. Unknown ids are ignored."""
         self._store.evicted += self._store.forget(int(sample) for sample in sample_ids)
         self._store.save_index()

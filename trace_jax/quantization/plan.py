@@ -6,7 +6,7 @@ agree the formats must be equal, which is why the trainer's plan takes its forma
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 Format = Literal["bf16", "fp8", "nvfp4", "mxfp4"]
@@ -59,10 +59,6 @@ class QuantPlan:
     def guided_sites(self) -> tuple[str, ...]:
         """Names of the sites that follow the rollout's record."""
         return tuple(name for name in SITES if self.site(name).guided)
-
-    def unguided(self) -> QuantPlan:
-        """The same plan with every guided site rounded to nearest."""
-        return replace(self, **{name: replace(self.site(name), guided=False) for name in SITES})
 
 
 UNQUANTIZED = QuantPlan()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +29,7 @@ class TrainBatch:
       logp_rollout: float32 log-probability of the token when it was drawn.
       logp_old: the same under the trainer before the update; None takes the current forward's own.
       advantages: float32 per token.
-      temperature: float32 per token, or per row where a row has one.
+      temperature: float32 per token.
       routes: int32 expert ids, -1 where free; None without replay.
       guides: the rollout's guidance record; None without one.
     """
@@ -42,7 +41,7 @@ class TrainBatch:
     logp_rollout: Float[Array, "B T"]
     logp_old: Float[Array, "B T"] | None
     advantages: Float[Array, "B T"]
-    temperature: Float[Array, "B T"] | Float[Array, " B"]
+    temperature: Float[Array, "B T"]
     routes: Int[Array, "B T L k"] | None
     guides: GuideBatch | None
 
@@ -53,13 +52,6 @@ class TrainBatch:
 
 
 def make_batch(
-    trajectories: Trajectories, indices: Sequence[int], length: int, rows: int, *, num_layers: int, **options: Any
-) -> tuple[TrainBatch, PaddedBatch]:
-    """Some sequences, one a row; see `make_packed_batch` for the options."""
-    return make_packed_batch(trajectories, [[index] for index in indices], length, rows, num_layers=num_layers, **options)
-
-
-def make_packed_batch(
     trajectories: Trajectories,
     bins: Sequence[Sequence[int]],
     length: int,

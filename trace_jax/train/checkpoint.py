@@ -1,14 +1,16 @@
 """Orbax checkpoints: params, optimizer, multipliers and one JSON document, each an item of its own.
 
-`checkpoints/<step>/{params,optimizer,multipliers,meta,manifest.json}`. A step is written under a temporary name and renamed
-when it is whole, so whatever has a number for a name is complete. The JSON holds counters, data position, the policy's
+`checkpoints/<step>/{params,optimizer,multipliers,meta,manifest.json}`. Orbax writes a step under a temporary name and renames
+it when it is whole, so whatever has a number for a name is complete. The JSON holds counters, data position, the policy's
 description and the resolved config of the run; the manifest holds a checksum of every file.
 """
 
 from __future__ import annotations
 
+import functools
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,6 @@ import optax
 import orbax.checkpoint as ocp
 
 from trace_jax.errors import UserError
-from trace_jax.files import flush_to_disk
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params, param_shapes
 from trace_jax.quantization.multipliers import Multipliers
@@ -35,8 +36,8 @@ from trace_jax.train.read_checkpoint import (
 )
 from trace_jax.train.state import TrainState
 
-UNFINISHED = ("*.partial*", "*.orbax-checkpoint-tmp*")
-"""Names of what a killed program leaves of a save or of a removal."""
+UNFINISHED = "*.orbax-checkpoint-tmp*"
+"""Names of what Orbax has not finished, or what a killed program left of a save."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,18 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int | None = None):
         self.directory, self._keep = directory, keep
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._saving: Future[None] | None = None
+
+    @functools.cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        """Made on first use, because it creates the directory: a run that fails before must leave nothing."""
+        seal = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
+        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, enable_async_checkpointing=True, async_options=seal)
+        return ocp.CheckpointManager(self.directory.absolute(), options=options)
+
+    def _seal(self) -> None:
+        """Lists the files of the step that Orbax has written and is about to rename; runs in its thread."""
+        for unfinished in self.directory.glob(UNFINISHED):
+            write_manifest(unfinished)
 
     def latest(self) -> int | None:
         """Step of the last complete checkpoint, None when there is none."""
@@ -79,9 +90,8 @@ class Checkpoints:
 
     def remove_unfinished(self) -> None:
         """Removes what a killed program left of a save; only for the program that owns the run."""
-        for pattern in UNFINISHED:
-            for partial in self.directory.glob(pattern):
-                shutil.rmtree(partial, ignore_errors=True)
+        for unfinished in self.directory.glob(UNFINISHED):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def save(self, state: TrainState, progress: Progress, policy: Policy, tokenizer: str, config: dict[str, Any]) -> None:
         """Starts saving in the background; arrays are copied first, so training may go on and reuse its buffers.
@@ -108,16 +118,27 @@ class Checkpoints:
             multipliers=ocp.args.StandardSave(multipliers or {"none": jnp.zeros(1, jnp.float32)}),
             meta=ocp.args.JsonSave(meta),
         )
-        self._saving = self._writer.submit(self._write, progress.step, items)
+        with self._full_disk_reported():
+            self._manager.save(progress.step, args=items)
 
     def wait(self) -> None:
         """Blocks until the save under way is complete; raises what it raised, a full disk as the user's line."""
-        saving, self._saving = self._saving, None
-        if saving is None:
-            return
+        if "_manager" in vars(self):
+            with self._full_disk_reported():
+                self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Finishes the save under way and releases the manager."""
+        if "_manager" in vars(self):
+            with self._full_disk_reported():
+                self._manager.close()
+
+    @contextmanager
+    def _full_disk_reported(self) -> Iterator[None]:
+        """Turns a full disk, which Orbax reports as a ValueError of its storage library, into the user's line."""
         try:
-            saving.result()
-        except (OSError, ValueError, UserError) as error:  # Orbax reports a full disk as a ValueError of its storage library
+            yield
+        except (OSError, ValueError, UserError) as error:
             if "No space left" not in str(error) and "Disk quota" not in str(error):
                 raise
             self.remove_unfinished()
@@ -125,26 +146,6 @@ class Checkpoints:
                 f"{self.directory}: no space left while saving a checkpoint; free some space and start again, a training run with "
                 f"--resume (last complete checkpoint: {self.latest()})"
             ) from error
-
-    def close(self) -> None:
-        """Finishes the save under way and ends the thread."""
-        try:
-            self.wait()
-        finally:
-            self._writer.shutdown()
-
-    def _write(self, step: int, items: ocp.args.Composite) -> None:
-        partial = self.directory / f"{step}.partial"
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-            checkpointer.save(partial.absolute(), args=items, force=True)
-        write_manifest(partial)
-        partial.rename(self.directory / str(step))
-        flush_to_disk(self.directory)
-        for old in complete_steps(self.directory)[: -self._keep] if self._keep else ():
-            # The number goes first: a kill while files are removed must not leave what looks complete.
-            removed = (self.directory / str(old)).rename(self.directory / f"{old}.partial")
-            shutil.rmtree(removed)
 
     def restore(self, step: int, optimizer: optax.GradientTransformation) -> tuple[Policy, TrainState, Progress]:
         """Policy, state and counters of a complete checkpoint.

@@ -49,8 +49,7 @@ def batch_logprobs(
     """Log-probability and entropy at every token (0 at the first of a sequence), and the forward's output."""
     options = spec.policy.options(spec.plan, remat=spec.policy.remat, measure_parity=True)
     output = spec.policy.forward(params, batch.inputs(multipliers), options)
-    temperature = jnp.broadcast_to(batch.temperature.reshape(batch.tokens.shape[0], -1), batch.tokens.shape)
-    logp, entropy = token_logprobs(output.hidden[:, :-1], spec.policy.head(params), batch.tokens[:, 1:], temperature[:, 1:])
+    logp, entropy = token_logprobs(output.hidden[:, :-1], spec.policy.head(params), batch.tokens[:, 1:], batch.temperature[:, 1:])
 
     def shift(x: Float[Array, "B later"]) -> Float[Array, "B T"]:
         # The column before the first token of a packed sequence belongs to another sequence.

@@ -22,6 +22,7 @@ from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.read_checkpoint import read_meta
 from trace_jax.train.resume import changed_keys, remove_later
 from trace_jax.train.rl import Learner, evaluate, make_learner, rl_step
+from trace_jax.train.run_lock import run_lock
 from trace_jax.train.setup import build_setup, calibrated, initial_policy, require_finite
 from trace_jax.train.state import TrainState
 
@@ -103,15 +104,18 @@ def _run(config: Config, directory: Path, checkpoints: Checkpoints, stop: StopRe
         learner.setup.task.rows(config.eval.split)  # an empty split is refused before anything is written
         if stop.asked:
             return {}
-        if resume:
-            checkpoints.remove_unfinished()
-            remove_later(directory, learner.progress.step)
-        write_atomic(directory / "config.yaml", [dump(config).encode()], parents=True)
-        (directory / "rollouts").mkdir(exist_ok=True)
-        # Step 0 is evaluated again when a run resumes from it, so its row goes too.
-        after = learner.progress.step or -1 if resume else None
-        with closing(open_writers(directory, list(config.loggers), after_step=after)) as log:
-            return _loop(learner, directory, checkpoints, log, stop, report)
+        with run_lock(directory):
+            if resume:
+                checkpoints.remove_unfinished()
+                remove_later(directory, learner.progress.step)
+            write_atomic(directory / "config.yaml", [dump(config).encode()])
+            (directory / "rollouts").mkdir(exist_ok=True)
+            # Step 0 is evaluated again when a run resumes from it, so its row goes too.
+            after = learner.progress.step or -1 if resume else None
+            with closing(open_writers(directory, list(config.loggers), after_step=after)) as log:
+                metrics = _loop(learner, directory, checkpoints, log, stop, report)
+            checkpoints.wait()
+            return metrics
 
 
 def _loop(
@@ -120,7 +124,9 @@ def _loop(
     config = learner.setup.config
     metrics: dict[str, Any] = {}
     if learner.progress.step == 0:
-        log.write(0, evaluate(learner))
+        first = evaluate(learner)
+        log.write(0, first)
+        report(0, first)
         _save(checkpoints, learner)
     while learner.progress.step < config.steps and not stop.asked:
         metrics, trajectories = rl_step(learner)

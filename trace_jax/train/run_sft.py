@@ -20,6 +20,7 @@ from trace_jax.rollout.embedded.engine import EmbeddedEngine
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.run import Report, StopRequest, say, stop_on_signal
+from trace_jax.train.run_lock import run_lock
 from trace_jax.train.setup import Setup, calibrated, initial_policy, sync_weights
 from trace_jax.train.sft import batch_width, sft_batch, sft_gradient
 from trace_jax.train.state import TrainState, apply_gradients
@@ -45,7 +46,8 @@ def run_sft(config: Config, directory: Path, report: Report | None = None) -> di
         with closing(setup.task):
             width = _checked_width(setup)
             if not stop.asked:
-                return _run(setup, params, width, directory, stop, report or (lambda step, metrics: None))
+                with run_lock(directory):
+                    return _run(setup, params, width, directory, stop, report or (lambda step, metrics: None))
         say("stopped before anything was written")
         return {}
 
@@ -64,7 +66,7 @@ def _run(setup: Setup, params: Params, width: int, directory: Path, stop: StopRe
     opt_state = jax.jit(optimizer.init)(params)
     probe = replace(setup, rollout_plan=UNQUANTIZED)
     engine = EmbeddedEngine(setup.policy, UNQUANTIZED, CaptureSpec(), config.rollout.max_batch)
-    write_atomic(directory / "config.yaml", [dump(config).encode()], parents=True)
+    write_atomic(directory / "config.yaml", [dump(config).encode()])
     metrics: dict[str, Any] = {}
     with closing(open_writers(directory, list(config.loggers))) as log:
         for step in range(1, sft.steps + 1):

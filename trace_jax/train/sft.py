@@ -47,7 +47,7 @@ def sft_batch(rows: Sequence[Row], tokenizer: Tokenizer, length: int) -> TrainBa
         logp_rollout=zeros,
         logp_old=None,
         advantages=zeros,
-        temperature=jnp.ones(len(rows), jnp.float32),
+        temperature=jnp.ones(shape, jnp.float32),
         routes=None,
         guides=None,
     )

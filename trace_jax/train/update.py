@@ -16,7 +16,7 @@ from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.rollout.micro_batches import MicroBatch, length_buckets, plan_micro_batches
 from trace_jax.rollout.trajectories import Trajectories, token_rows
-from trace_jax.train.batches import make_packed_batch
+from trace_jax.train.batches import make_batch
 from trace_jax.train.objective import ObjectiveSpec, objective_and_gradient, without_guidance
 from trace_jax.train.state import TrainState, add_gradients, apply_gradients
 
@@ -102,7 +102,7 @@ def measure(
     gradient, parts = None, []
     logp = np.zeros(trajectories.num_tokens, np.float32)
     for micro in settings.plan(trajectories.lengths()[chosen]):
-        batch, packed = make_packed_batch(
+        batch, packed = make_batch(
             trajectories,
             [chosen[members].tolist() for members in micro.bins],
             micro.length,
