@@ -5,7 +5,8 @@
    bandwidth that the op reached (its necessary bytes over its time) as a share of the copy's.
 3. The peer of a Pallas row is the jnp reference on the same input; `ratio` is our time over the peer's.
 
-Times are wall times of batches of calls with one wait at the end, so that the time of a dispatch is hidden on a GPU.
+A batch is one compiled program that calls the op on several inputs, so that the time of a dispatch is shared and no cache holds
+the working set.
 """
 
 import datetime
@@ -32,7 +33,9 @@ OPS = ("quantize", "dequantize", "fake_quant", "guided_fake_quant")
 _TARGET_SHARES = {"quantize": 0.80, "dequantize": 0.80, "fake_quant": 0.92, "guided_fake_quant": 0.88}
 """Share of the copy's bandwidth that a compiled kernel should reach."""
 
-_BATCHES = 7
+_BATCHES = 9
+_CALLS = 12
+"""Calls in one program on a GPU."""
 
 
 def run(ops: list[str] | None = None, small: bool = False) -> list[dict[str, Any]]:
@@ -57,7 +60,7 @@ def run(ops: list[str] | None = None, small: bool = False) -> list[dict[str, Any
     on_gpu = jax.default_backend() == "gpu"
     shapes = SMALL if small else (*ACTIVATIONS, *WEIGHTS) if on_gpu else ACTIVATIONS
     implementations = ("reference", "pallas") if on_gpu or small else ("reference",)
-    calls = 1 if small or not on_gpu else 50
+    calls = 1 if small or not on_gpu else _CALLS
     copy = _copy_bandwidth(small, calls)
     rows = []
     for op in chosen:
@@ -120,12 +123,13 @@ def _copy_bandwidth(small: bool, calls: int) -> float:
 
 
 def _median_time_us(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> float:
-    jax.block_until_ready(function(*arguments))
+    """Median time of one call, out of `calls` in one program on as many copies of the arguments."""
+    copies = [jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), arguments) for _ in range(calls)]
+    program = jax.jit(lambda copies: [function(*each) for each in copies])
+    jax.block_until_ready(program(copies))
     times = []
     for _ in range(_BATCHES):
         start = time.perf_counter()
-        for _ in range(calls):
-            result = function(*arguments)
-        jax.block_until_ready(result)
+        jax.block_until_ready(program(copies))
         times.append((time.perf_counter() - start) / calls * 1e6)
     return statistics.median(times)

@@ -82,17 +82,17 @@ def test_route_10_logp_08_len_04_packed_updates_equal_unpacked_ones(case):
 
 
 @jax.jit
-def run(batch: TrainBatch):
+def run(params, multipliers, batch: TrainBatch):
     """Log-probs `[B, T]`, routes, and the values of the guided sites after rounding, by layer."""
-    logp, entropy, output = batch_logprobs(tiny.params(), tiny.multipliers(), batch, SPEC)
+    logp, entropy, output = batch_logprobs(params, multipliers, batch, SPEC)
     options = SPEC.policy.options(SPEC.plan, observe="values")
-    observed = SPEC.policy.forward(tiny.params(), batch.inputs(tiny.multipliers()), options).observed
+    observed = SPEC.policy.forward(params, batch.inputs(multipliers), options).observed
     rounded = {name: jnp.moveaxis(values.after, 0, 2) for name, values in observed.items()}
     return {"logp": logp, "entropy": entropy}, {"used": output.routes, "own": output.own_routes, **rounded}
 
 
 def by_token(batch: TrainBatch, padded: PaddedBatch):
-    close, exact = run(batch)
+    close, exact = run(tiny.params(), tiny.multipliers(), batch)
     order = np.argsort(padded.sequence_indices)
 
     def ragged(values):

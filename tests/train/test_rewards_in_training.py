@@ -90,7 +90,8 @@ def test_rew_01_a_reward_that_breaks_on_the_way_costs_no_checkpoint(config, judg
     directory, settings = tmp_path / "run", config("task.reward=training_judge:breaks", "steps=5")
 
     def break_after_step_1(step: int, metrics: dict[str, Any]) -> None:
-        (judge / "broken").touch()
+        if step == 1:
+            (judge / "broken").touch()
 
     with pytest.raises(UserError, match="no verdict on any answer of 3 batches in a row; .*the judge is broken"):
         run_training(settings, directory, report=break_after_step_1)

@@ -13,8 +13,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from trace_jax.errors import UserError
 from trace_jax.files import write_atomic
 from trace_jax.guidance.cache_index import Entry, Index, data_files, layout_hash, read_index, serial_of, write_index
@@ -175,7 +173,7 @@ class BatchStore:
             raise RuntimeError(f"cache entry {entry.name} was not read before use")
         return entry.trajectories
 
-    def forget(self, samples: Iterable[int | np.integer]) -> int:
+    def forget(self, samples: Iterable[int]) -> int:
         """Take samples out, and a batch with its last sample; returns how many there were."""
         gone = [(sample, entry) for sample in samples if (entry := self._entry_of.pop(sample, None)) is not None]
         for sample, entry in gone:
