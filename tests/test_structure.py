@@ -43,6 +43,12 @@ def test_imports_point_downwards(package: str) -> None:
     assert not upward
 
 
+def test_only_the_program_imports_its_command_line() -> None:
+    """What the commands do can be used without them; `quickstart` and `__main__` are programs themselves."""
+    work = [path for path in SOURCES if path.parent.name != "cli" and path.name not in ("__main__.py", "quickstart.py")]
+    assert len(work) > 100 and not [path for path in work if "trace_jax.cli" in path.read_text()]
+
+
 def test_kernels_need_jax_and_numpy_only() -> None:
     heavy = {"flax", "optax", "orbax", "pydantic", "typer", "rich", "torch", "yaml"}
     files = [path for path in SOURCES if path.relative_to(ROOT).parts[0] == "pallas_kernels"]

@@ -45,6 +45,17 @@ def cannot_write(path: Path, error: OSError) -> UserError:
     return UserError(f"{path}: cannot be written ({error.strerror or error}); free space or choose another folder")
 
 
+def require_writable(path: Path) -> None:
+    """Refuses an output that cannot be written before the work instead of after it.
+
+    Raises:
+      UserError: the nearest folder above it that exists is a file, or not writable.
+    """
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"{path} cannot be written: {folder} is not a folder that you may write to; choose another")
+
+
 def flush_to_disk(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on disk.
 

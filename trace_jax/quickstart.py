@@ -19,11 +19,12 @@ from typing import Any
 from rich.table import Table
 
 from trace_jax.cli.app import run
-from trace_jax.cli.common import quiet_dependencies, result_console, to_json
+from trace_jax.cli.common import quiet_dependencies, to_json
 from trace_jax.config import check_for_training, load
 from trace_jax.files import write_atomic
 from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.report.quickstart import quickstart_figure
+from trace_jax.terminal import result_console
 from trace_jax.train.run import run_training
 from trace_jax.train.run_sft import run_sft
 

@@ -11,10 +11,11 @@ import typer
 from rich.table import Table
 
 from trace_jax.cli.arguments import Json
-from trace_jax.cli.common import result_console, run_and_show, to_json
+from trace_jax.cli.common import run_and_show, to_json
 from trace_jax.cli.progress import Display
 from trace_jax.errors import UserError
 from trace_jax.files import write_atomic
+from trace_jax.terminal import result_console
 
 RESULTS = Path("benchmarks/results")
 

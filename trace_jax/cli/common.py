@@ -11,10 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
 from typing import Any, TypeVar
-
-from rich.console import Console
 
 from trace_jax.cli.progress import Display, display
 from trace_jax.cli.versions import installed_version_problem
@@ -87,11 +84,6 @@ def quiet_dependencies() -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)
 
 
-def result_console() -> Console:
-    """A console for the result on stdout: as wide as the terminal, and wide enough for tables when there is none."""
-    return Console(width=None if sys.stdout.isatty() else 120)
-
-
 def run_and_show(work: Callable[[Display], Result], show: Callable[[Result], None], *, json: bool) -> Result:
     """Does the work of a command with progress on stderr, then prints its result on stdout.
 
@@ -148,14 +140,3 @@ def to_json(value: Any) -> Any:
 def split_names(text: str | None) -> list[str] | None:
     """`a,b` as a list; None stays None."""
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
-
-
-def require_writable(path: Path) -> None:
-    """Refuses an output that cannot be written before the work instead of after it.
-
-    Raises:
-      UserError: the nearest folder above it that exists is a file, or not writable.
-    """
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"{path} cannot be written: {folder} is not a folder that you may write to; choose another")

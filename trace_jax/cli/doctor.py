@@ -14,10 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from trace_jax.cli.arguments import Json
-from trace_jax.cli.common import result_console, run_and_show
+from trace_jax.cli.common import run_and_show
 from trace_jax.cli.versions import installed, installed_version_problem
 from trace_jax.config.checks import ENGINE_GROUP
 from trace_jax.errors import UserError
+from trace_jax.terminal import result_console
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml-dtypes", "pydantic", "typer", "rich")
 OPTIONAL = {

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-
-@runtime_checkable
-class Announce(Protocol):
-    """Says what long work does next, and how many of how many phases are done."""
-
-    def __call__(self, what: str, done: int = 0, total: int | None = None) -> None: ...
-
-
-def unannounced(what: str, done: int = 0, total: int | None = None) -> None:
-    """Says nothing: for work that nobody watches."""
 
 
 class Display:

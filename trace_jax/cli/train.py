@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from trace_jax.cli.arguments import ConfigFile, Json, Overrides, RunFolder
-from trace_jax.cli.common import require_writable, run_and_show
+from trace_jax.cli.common import run_and_show
 from trace_jax.cli.progress import Display
+from trace_jax.files import require_writable
 
 
 def train(

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from trace_jax.cli.progress import Announce, unannounced
 from trace_jax.config import METHODS
 from trace_jax.errors import UserError
 from trace_jax.evaluation.audit import compare_sites
@@ -30,6 +29,7 @@ from trace_jax.metrics.weighted import finalize
 from trace_jax.rl.diagnostics import position_gap_stats
 from trace_jax.rollout.padding import pad_batch
 from trace_jax.rollout.trajectories import Trajectories
+from trace_jax.terminal import Announce, unannounced
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.setup import Setup
 from trace_jax.train.update import UpdateSettings, measure

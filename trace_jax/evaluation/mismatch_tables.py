@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from trace_jax.cli.common import result_console
+from trace_jax.terminal import result_console
 
 UNGUIDED = ("naive", "qat")
 """Methods of the trainer that read no record, the simplest first."""

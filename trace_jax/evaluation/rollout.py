@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from trace_jax.cli.common import require_writable
-from trace_jax.cli.progress import Announce, unannounced
 from trace_jax.config import load
 from trace_jax.errors import UserError
 from trace_jax.evaluation.open_policy import OpenPolicy, open_policy
 from trace_jax.evaluation.pass_rate import FIRST_SAMPLE
+from trace_jax.files import require_writable
 from trace_jax.guidance.cache import GuidanceCache
 from trace_jax.rollout.engine import generate
 from trace_jax.rollout.prompts import make_requests, score
 from trace_jax.rollout.storage import json_rows, write_jsonl
+from trace_jax.terminal import Announce, unannounced
 from trace_jax.train.setup import initial_policy, sync_weights
 
 

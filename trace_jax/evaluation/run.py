@@ -10,10 +10,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from trace_jax.cli.common import result_console
-from trace_jax.cli.progress import Announce, unannounced
 from trace_jax.evaluation.open_policy import OpenPolicy, open_policy, precision_config
 from trace_jax.evaluation.pass_rate import PassRate, measure_pass_rate
+from trace_jax.terminal import Announce, result_console, unannounced
 from trace_jax.train.setup import sync_weights
 
 
