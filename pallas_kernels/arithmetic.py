@@ -35,8 +35,8 @@ def bits_float(bits: Int[Array, "*s"]) -> Float[Array, "*s"]:
 
 def magnitude_bits(x: Float[Array, "*s"]) -> Int[Array, "*s"]:
     """Bits of |x| with subnormals set to zero. Ordered like the magnitudes; >= INFINITY_BITS means not finite."""
-    bits = float_bits(x) & 0x7FFFFFFF
-    return jnp.where(bits < 0x00800000, 0, bits)
+    magnitude = jnp.abs(x)
+    return float_bits(jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude))
 
 
 def multiplier_bits(amax_bits: Int[Array, "*s"], nudged: bool) -> Int[Array, "*s"]:

@@ -9,20 +9,21 @@ every shape and does not mask a last partial tile: hence the padding.
 """
 
 import dataclasses
+import functools
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Shaped, UInt, UInt8
+from jaxtyping import Array, Int, Shaped, UInt, UInt8
 
 from pallas_kernels import ladder, reciprocal
 from pallas_kernels.blocks import pad_last
 from pallas_kernels.formats import BlockFormat
 
-_GPU_VALUES = 4096  # of one program, 32 a thread; measured on an H200
-_GPU_WARPS = 4
+_GPU_TILE = 128  # one group a thread
+_GPU_WARPS = _GPU_TILE // 32
 _INTERPRET_PROGRAMS = 16  # an interpreted program costs about half a millisecond whatever it does
 _LARGEST_OFFSET = 2**31 - 1
 
@@ -135,10 +136,24 @@ def plan(shape: tuple[int, ...], fmt: BlockFormat, interpret: bool | None) -> Gr
     groups = Groups(shape[:-1], shape[-1], fmt, interpret, 1)
     if groups.count == 0:
         raise NotImplementedError(f"the Pallas kernels need at least one row, got shape {shape}")
-    if groups.count * fmt.block + _GPU_VALUES > _LARGEST_OFFSET:
+    if groups.count * fmt.block + _GPU_TILE * fmt.block > _LARGEST_OFFSET:
         raise NotImplementedError(f"the Pallas kernels address at most {_LARGEST_OFFSET} values, got shape {shape}; split the rows")
-    wanted = -(-groups.count // _INTERPRET_PROGRAMS) if interpret else min(groups.count, _GPU_VALUES // fmt.block)
+    wanted = -(-groups.count // _INTERPRET_PROGRAMS) if interpret else min(groups.count, _GPU_TILE)
     return dataclasses.replace(groups, tile=1 << (max(wanted, 16) - 1).bit_length())
+
+
+def octets(ref: jax.Ref) -> list[slice]:
+    """The columns of a tile in eights, which a body takes one after the other.
+
+    Eight codes make a word and eight bfloat16 values one load of a thread, so that on a GPU a thread has whole groups and
+    nothing changes hands between threads.
+    """
+    return [slice(start, start + 8) for start in range(0, ref.shape[1], 8)]
+
+
+def block_amax(magnitudes: list[Int[Array, "n 8"]]) -> Int[Array, "n 1"]:
+    """The largest of the magnitude bits of each group, whose octets these are."""
+    return functools.reduce(jnp.maximum, [jnp.max(octet, axis=1) for octet in magnitudes])[:, None]
 
 
 def rounding_of(dtype) -> ModuleType:

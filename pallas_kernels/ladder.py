@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from pallas_kernels.arithmetic import SMALLEST_NORMAL
 from pallas_kernels.formats import E2M1_MIDPOINTS, E2M1_VALUES, BlockFormat
 
 
@@ -43,8 +44,9 @@ def value_with_low_bit(
 ) -> Float[Array, "*s"]:
     """Magnitude of the code next to a / step whose low bit is `bit`, of the nearest one where the bit is not known.
 
-    A magnitude on a code stays there.
+    A magnitude on a code stays there; a subnormal one counts as zero here as everywhere.
     """
+    a = jnp.where(a < SMALLEST_NORMAL, 0.0, a)
     reached = _reached(a, step)
     index = _total(jnp.where(hit, 1, 0) for hit in reached)
     lower = _total(jnp.where(hit, gap, 0.0) for hit, gap in zip(reached, _gaps(), strict=False))

@@ -11,7 +11,7 @@ is not moved, and ties go to the even code by themselves.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.arithmetic import bits_float, float_bits
+from pallas_kernels.arithmetic import SMALLEST_NORMAL, bits_float, float_bits
 from pallas_kernels.formats import BlockFormat
 
 _NUDGE = 2.0**-14
@@ -19,14 +19,17 @@ _EXPONENT = 0x7F800000
 _ONE = 127 << 23
 _CODE = 1 << 22  # the distance between the bits of two neighbouring codes from 1 to 6
 _REST = _CODE - 1
+_SLACK = 1 << 11
+"""The nudge moves the bits of a code, or of the middle of two, by less; a bfloat16 value next to them is further away."""
 
 
 def nearest_index(a: Float[Array, "*s"], step: Float[Array, "*#s"], fmt: BlockFormat) -> Int[Array, "*s"]:
     """Code 0..7 nearest to a / step. Where step is zero or NaN the caller replaces it."""
-    y = jnp.minimum(a * _reciprocal(step, fmt, -_NUDGE), 6.0)
-    exponent = _exponent(y)
-    # The low bits of the magic number count the codes below it, so the sum carries the code.
-    return float_bits(y + bits_float(exponent + (exponent >> 22) + ((22 << 23) - (127 << 1)))) & 7
+    y = jnp.minimum(a * _reciprocal(step, fmt, _NUDGE), 6.0)
+    # From y + 1 below one, and 2 y from there on, the codes 0..7 are _CODE apart in the bits.
+    bits = float_bits(y + jnp.maximum(y, 1.0))
+    half = (_CODE // 2 - 1) + ((bits >> 22) & 1) if fmt.scale == "e8m0" else _CODE // 2 - _SLACK
+    return ((bits + half) >> 22) - (127 << 1)
 
 
 def nearest_value(a: Float[Array, "*s"], step: Float[Array, "*#s"], fmt: BlockFormat) -> Float[Array, "*s"]:
@@ -48,14 +51,13 @@ def value_with_low_bit(
 ) -> Float[Array, "*s"]:
     """Magnitude of the code next to a / step whose low bit is `bit`, of the nearest one where the bit is not known.
 
-    A magnitude on a code stays there.
+    A magnitude on a code stays there; a subnormal one counts as zero here as everywhere.
     """
     bits, offset = _shifted(a, step, fmt)
     if fmt.scale == "e8m0":
         slack, nearest = 1, bits + (_CODE // 2 - 1) + ((bits >> 22) & 1)
     else:
-        slack = 1 << 11  # the nudge moves the bits of a code by less, a bfloat16 value between codes is further away
-        nearest = bits + (_CODE // 2 - slack)
+        slack, nearest = _SLACK, bits + (_CODE // 2 - _SLACK)
     parity = jnp.where(known, bit << 22, nearest & _CODE)
     # Up to the next code of that parity, unless the lower one has it: codes are _CODE apart, and even ones end in zero.
     chosen = ((bits + (_CODE - parity)) & (-2 * _CODE)) | parity
@@ -68,7 +70,7 @@ def _shifted(a: Float[Array, "*s"], step: Float[Array, "*#s"], fmt: BlockFormat)
     5.5 stands for everything clipped: in the bracket {4, 6}, on no code, nearer to 6. 2^-10 stands for everything that is
     closer to zero without being zero.
     """
-    y = jnp.where(a > 0.0, jnp.clip(a * _reciprocal(step, fmt, _NUDGE), 2.0**-10, 5.5), 0.0)
+    y = jnp.where(a >= SMALLEST_NORMAL, jnp.clip(a * _reciprocal(step, fmt, _NUDGE), 2.0**-10, 5.5), 0.0)
     offset = jnp.where(y < 1.0, 1.0, 0.0)
     return float_bits(y + offset), offset
 

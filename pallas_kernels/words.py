@@ -1,4 +1,4 @@
-"""Codes and bits of a group in 32-bit words, inside a Pallas body: a thread packs and unpacks its own words with shifts.
+"""Eight codes or bits in a word, inside a Pallas body: a thread packs and unpacks its own words with shifts.
 
 A word holds the bytes of the packed form in little-endian order, so element 0 sits in the lowest bits here as well.
 """
@@ -8,26 +8,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt, UInt32
 
 
-def signed_words(index: Int[Array, "n block"], sign_bits: Int[Array, "n block"]) -> Int[Array, "n words"]:
-    """Eight codes a word: magnitudes 0..7 and the sign of the other argument, which code 0 does not take."""
-    codes = (index | ((sign_bits >> 28) & 8)).reshape(index.shape[0], index.shape[1] // 8, 8)
-    words = jnp.sum(codes << 4 * _lanes(codes.shape), axis=-1)
+def signed_word(index: Int[Array, "n 8"], sign_bits: Int[Array, "n 8"]) -> UInt32[Array, " n"]:
+    """Eight codes: magnitudes 0..7 and the sign of the other argument, which code 0 does not take."""
+    codes = index | ((sign_bits >> 28) & 8)
+    word = jnp.sum(codes << 4 * _lanes(codes.shape), axis=1)
     # Adding 7 to a magnitude carries into the sign's bit unless it is 0.
-    nonzero = (words & 0x77777777) + 0x77777777
-    return words & (nonzero | 0x77777777)
+    nonzero = (word & 0x77777777) + 0x77777777
+    return (word & (nonzero | 0x77777777)).astype(jnp.uint32)
 
 
-def words_to_codes(words: UInt32[Array, "n words"]) -> Int[Array, "n block"]:
+def word_codes(word: UInt32[Array, " n"]) -> Int[Array, "n 8"]:
     """The eight codes of each word."""
-    shape = (*words.shape, 8)
-    nibbles = words.astype(jnp.int32)[..., None] >> 4 * _lanes(shape)
-    return (nibbles & 15).reshape(words.shape[0], 8 * words.shape[1])
+    return (word.astype(jnp.int32)[:, None] >> 4 * _lanes((word.shape[0], 8))) & 15
 
 
-def word_to_bits(words: UInt[Array, " n"], size: int) -> Int[Array, "n size"]:
-    """The lowest `size` bits of each word."""
-    return (words.astype(jnp.int32)[:, None] >> _lanes((words.shape[0], size))) & 1
+def word_bits(word: UInt[Array, " n"], start: int) -> Int[Array, "n 8"]:
+    """Eight bits of each word, from bit `start` on."""
+    return (word.astype(jnp.int32)[:, None] >> (start + _lanes((word.shape[0], 8)))) & 1
 
 
-def _lanes(shape: tuple[int, ...]) -> Int[Array, "*s"]:
-    return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+def _lanes(shape: tuple[int, ...]) -> Int[Array, "n 8"]:
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 1)

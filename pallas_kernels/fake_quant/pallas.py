@@ -9,17 +9,18 @@ from jaxtyping import Array, Float
 from pallas_kernels.arithmetic import float_bits, magnitude_bits, stored_value
 from pallas_kernels.fake_quant.rule import nearest_terms
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.groups import column, plan, rounding_of
+from pallas_kernels.groups import block_amax, column, octets, plan, rounding_of
 
 
 def _body(*refs, fmt: BlockFormat):
     x_ref, *multiplier_ref, out_ref = refs
-    x = x_ref[...].astype(jnp.float32)
-    magnitudes = magnitude_bits(x)
-    amax = jnp.max(magnitudes, axis=1)[:, None]
+    parts = [x_ref[:, octet].astype(jnp.float32) for octet in octets(x_ref)]
+    magnitudes = [magnitude_bits(x) for x in parts]
+    amax = block_amax(magnitudes)
     multiplier = column(multiplier_ref[0]) if fmt.has_multiplier else None
-    value, factor, pre = nearest_terms(magnitudes, amax, multiplier, fmt, rounding_of(x_ref.dtype))
-    out_ref[...] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
+    for octet, x, magnitude in zip(octets(x_ref), parts, magnitudes, strict=True):
+        value, factor, pre = nearest_terms(magnitude, amax, multiplier, fmt, rounding_of(x_ref.dtype))
+        out_ref[:, octet] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "interpret"))

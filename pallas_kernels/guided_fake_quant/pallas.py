@@ -8,25 +8,28 @@ from jaxtyping import Array, Bool, Float, UInt8
 
 from pallas_kernels.arithmetic import float_bits, magnitude_bits, stored_value
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.groups import column, plan, rounding_of
+from pallas_kernels.groups import block_amax, column, octets, plan, rounding_of
 from pallas_kernels.guided_fake_quant.rule import guided_terms
-from pallas_kernels.words import word_to_bits, words_to_codes
+from pallas_kernels.words import word_bits, word_codes
 
 
 def _body(*refs, kind: str, fmt: BlockFormat):
     x_ref, scales_ref, valid_ref, *rest, out_ref = refs
-    x = x_ref[...].astype(jnp.float32)
-    amax = jnp.max(magnitude_bits(x), axis=1)[:, None]
+    parts = [x_ref[:, octet].astype(jnp.float32) for octet in octets(x_ref)]
+    amax = block_amax([magnitude_bits(x) for x in parts])
     own = rollout = None
     if fmt.has_multiplier:
         own, rollout = column(rest[0]), column(rest[1])
-    record = None
-    if kind != "scales":
-        record = word_to_bits(rest[-1][...], fmt.block) if kind == "mantissa" else words_to_codes(rest[-1][...])
     scales = column(scales_ref).astype(jnp.int32)
     valid = column(valid_ref).astype(jnp.int32) != 0
-    value, factor, pre = guided_terms(x, amax, record, scales, valid, own, rollout, kind, fmt, rounding_of(x_ref.dtype))
-    out_ref[...] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
+    for number, (octet, x) in enumerate(zip(octets(x_ref), parts, strict=True)):
+        record = None
+        if kind == "mantissa":
+            record = word_bits(rest[-1][...], 8 * number)
+        elif kind == "codes":
+            record = word_codes(rest[-1][:, number])
+        value, factor, pre = guided_terms(x, amax, record, scales, valid, own, rollout, kind, fmt, rounding_of(x_ref.dtype))
+        out_ref[:, octet] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "fmt", "interpret"))

@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arithmetic import (
     INFINITY_BITS,
-    SMALLEST_NORMAL,
     bits_float,
     decode_terms,
     encode_gain,
@@ -53,9 +52,7 @@ def guided_terms(
         multiplier = jnp.where(valid, rollout_multiplier, multiplier)
     gain, step = encode_terms(scales, None if multiplier is None else encode_gain(multiplier))
 
-    # Under a huge rollout scale the product may be subnormal; as everywhere that counts as zero, which is on a code.
     a = bits_float(magnitude_bits(x)) * gain
-    a = jnp.where(a < SMALLEST_NORMAL, 0.0, a)
     if record is None:
         value = rounding.nearest_value(a, step, fmt)
     else:

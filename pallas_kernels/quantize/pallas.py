@@ -8,19 +8,18 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.arithmetic import bits_float, encode_block, float_bits, magnitude_bits
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.groups import column, plan, rounding_of
-from pallas_kernels.words import signed_words
+from pallas_kernels.groups import block_amax, column, octets, plan, rounding_of
+from pallas_kernels.words import signed_word
 
 
 def _body(*refs, fmt: BlockFormat):
     x_ref, *multiplier_ref, codes_ref, scales_ref = refs
-    x = x_ref[...].astype(jnp.float32)
-    magnitudes = magnitude_bits(x)
-    amax = jnp.max(magnitudes, axis=1)[:, None]
-    scales, gain, step = encode_block(amax, column(multiplier_ref[0]) if fmt.has_multiplier else None)
-    index = rounding_of(x_ref.dtype).nearest_index(bits_float(magnitudes) * gain, step, fmt)
-    words = signed_words(index, float_bits(x))
-    codes_ref[...] = jnp.where(step > 0.0, words, 0).astype(jnp.uint32)
+    parts = [x_ref[:, octet].astype(jnp.float32) for octet in octets(x_ref)]
+    magnitudes = [magnitude_bits(x) for x in parts]
+    scales, gain, step = encode_block(block_amax(magnitudes), column(multiplier_ref[0]) if fmt.has_multiplier else None)
+    for number, (x, magnitude) in enumerate(zip(parts, magnitudes, strict=True)):
+        index = rounding_of(x_ref.dtype).nearest_index(bits_float(magnitude) * gain, step, fmt)
+        codes_ref[:, number] = jnp.where(step[:, 0] > 0.0, signed_word(index, float_bits(x)), 0)
     scales_ref[...] = scales[:, 0].astype(jnp.uint8)
 
 
