@@ -54,14 +54,13 @@ def value_with_low_bit(
     A magnitude on a code stays there; a subnormal one counts as zero here as everywhere.
     """
     bits, offset = _shifted(a, step, fmt)
+    # The sum reaches _CODE where the way leads up: known, from anywhere off the code; else from past the middle.
     if fmt.scale == "e8m0":
-        slack, nearest = 1, bits + (_CODE // 2 - 1) + ((bits >> 22) & 1)
+        past = (bits & _REST) + jnp.where(known, _CODE - 1, _CODE // 2 - 1) + jnp.where(known, 0, 1) * ((bits >> 22) & 1)
     else:
-        slack, nearest = _SLACK, bits + (_CODE // 2 - _SLACK)
-    parity = jnp.where(known, bit << 22, nearest & _CODE)
-    # Up to the next code of that parity, unless the lower one has it: codes are _CODE apart, and even ones end in zero.
-    chosen = ((bits + (_CODE - parity)) & (-2 * _CODE)) | parity
-    return bits_float(jnp.where((bits & _REST) < slack, bits & ~_REST, chosen)) - offset
+        past = (bits & _REST) + jnp.where(known, _CODE - _SLACK, _CODE // 2 - _SLACK)
+    differs = (bits ^ (bit << 22)) | jnp.where(known, 0, -1)
+    return bits_float((bits & ~_REST) + (differs & past & _CODE)) - offset
 
 
 def _shifted(a: Float[Array, "*s"], step: Float[Array, "*#s"], fmt: BlockFormat) -> tuple[Int[Array, "*s"], Float[Array, "*s"]]:
