@@ -17,9 +17,10 @@ def signed_word(index: Int[Array, "n 8"], sign_bits: Int[Array, "n 8"]) -> UInt3
     return (word & (nonzero | 0x77777777)).astype(jnp.uint32)
 
 
-def word_codes(word: UInt32[Array, " n"]) -> Int[Array, "n 8"]:
-    """The eight codes of each word."""
-    return (word.astype(jnp.int32)[:, None] >> 4 * _lanes((word.shape[0], 8))) & 15
+def word_codes(word: UInt32[Array, "n ..."]) -> Int[Array, "n codes"]:
+    """The eight codes of each word, or those of all words of a group."""
+    shape = (*word.shape, 8)
+    return ((word.astype(jnp.int32)[..., None] >> 4 * _lanes(shape)) & 15).reshape(word.shape[0], -1)
 
 
 def word_bits(word: UInt[Array, " n"], start: int) -> Int[Array, "n 8"]:
@@ -27,5 +28,5 @@ def word_bits(word: UInt[Array, " n"], start: int) -> Int[Array, "n 8"]:
     return (word.astype(jnp.int32)[:, None] >> (start + _lanes((word.shape[0], 8)))) & 1
 
 
-def _lanes(shape: tuple[int, ...]) -> Int[Array, "n 8"]:
-    return jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+def _lanes(shape: tuple[int, ...]) -> Int[Array, "*s"]:
+    return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.arithmetic import decode_terms, e2m1_magnitude, stored_value
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.groups import column, octets, plan
+from pallas_kernels.groups import column, plan
 from pallas_kernels.words import word_codes
 
 
@@ -17,9 +17,8 @@ def _body(*refs, fmt: BlockFormat):
     codes_ref, scales_ref, *multiplier_ref, out_ref = refs
     multiplier = column(multiplier_ref[0]) if fmt.has_multiplier else None
     factor, pre = decode_terms(column(scales_ref).astype(jnp.int32), multiplier)
-    for number, octet in enumerate(octets(out_ref)):
-        codes = word_codes(codes_ref[:, number])
-        out_ref[:, octet] = stored_value(e2m1_magnitude(codes & 7), codes << 28, factor, pre, out_ref.dtype)
+    codes = word_codes(codes_ref[...])
+    out_ref[...] = stored_value(e2m1_magnitude(codes & 7), codes << 28, factor, pre, out_ref.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("size", "fmt", "dtype", "interpret"))
