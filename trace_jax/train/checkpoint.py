@@ -7,7 +7,6 @@ description and the resolved config of the run; the manifest holds a checksum of
 
 from __future__ import annotations
 
-import functools
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import optax
 import orbax.checkpoint as ocp
 
 from trace_jax.errors import UserError
+from trace_jax.files import is_full_disk
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params, param_shapes
 from trace_jax.quantization.multipliers import Multipliers
@@ -36,8 +36,11 @@ from trace_jax.train.read_checkpoint import (
 )
 from trace_jax.train.state import TrainState
 
-UNFINISHED = "*.orbax-checkpoint-tmp*"
-"""Names of what Orbax has not finished, or what a killed program left of a save."""
+UNFINISHED = ".orbax-checkpoint-tmp*"
+"""Ends of the names of what Orbax has not finished, or what a killed program left of a save."""
+
+SPARE_BYTES = 1 << 20
+"""Room beside the arrays of a checkpoint, for metadata."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,20 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int | None = None):
         self.directory, self._keep = directory, keep
+        self._manager: ocp.CheckpointManager | None = None
+        self._saving = -1
 
-    @functools.cached_property
-    def _manager(self) -> ocp.CheckpointManager:
-        """Made on first use, because it creates the directory: a run that fails before must leave nothing."""
-        seal = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
-        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, enable_async_checkpointing=True, async_options=seal)
-        return ocp.CheckpointManager(self.directory.absolute(), options=options)
+    def _open(self) -> ocp.CheckpointManager:
+        """The manager, made on first use, because it creates the directory: a run that fails before must leave nothing."""
+        if self._manager is None:
+            seal = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
+            options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=True, async_options=seal)
+            self._manager = ocp.CheckpointManager(self.directory.absolute(), options=options)
+        return self._manager
 
     def _seal(self) -> None:
         """Lists the files of the step that Orbax has written and is about to rename; runs in its thread."""
-        for unfinished in self.directory.glob(UNFINISHED):
+        for unfinished in self.directory.glob(f"{self._saving}{UNFINISHED}"):
             write_manifest(unfinished)
 
     def latest(self) -> int | None:
@@ -90,7 +96,7 @@ class Checkpoints:
 
     def remove_unfinished(self) -> None:
         """Removes what a killed program left of a save; only for the program that owns the run."""
-        for unfinished in self.directory.glob(UNFINISHED):
+        for unfinished in self.directory.glob(f"*{UNFINISHED}"):
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def save(self, state: TrainState, progress: Progress, policy: Policy, tokenizer: str, config: dict[str, Any]) -> None:
@@ -118,34 +124,44 @@ class Checkpoints:
             multipliers=ocp.args.StandardSave(multipliers or {"none": jnp.zeros(1, jnp.float32)}),
             meta=ocp.args.JsonSave(meta),
         )
+        self._require_space(sum(leaf.nbytes for leaf in jax.tree.leaves((params, opt_state, multipliers))))
+        self._saving = progress.step
         with self._full_disk_reported():
-            self._manager.save(progress.step, args=items)
+            self._open().save(progress.step, args=items)
 
     def wait(self) -> None:
         """Blocks until the save under way is complete; raises what it raised, a full disk as the user's line."""
-        if "_manager" in vars(self):
+        if self._manager is not None:
             with self._full_disk_reported():
                 self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Finishes the save under way and releases the manager."""
-        if "_manager" in vars(self):
+        if self._manager is not None:
             with self._full_disk_reported():
                 self._manager.close()
 
+    def _require_space(self, needed: int) -> None:
+        """Refuses a save that cannot fit before it begins: the storage library reports a full disk in hundreds of lines."""
+        existing = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
+        if shutil.disk_usage(existing).free < needed + SPARE_BYTES:
+            raise self._no_space()
+
     @contextmanager
     def _full_disk_reported(self) -> Iterator[None]:
-        """Turns a full disk, which Orbax reports as a ValueError of its storage library, into the user's line."""
+        """Turns a disk that fills up during a save into the user's line."""
         try:
             yield
         except (OSError, ValueError, UserError) as error:
-            if "No space left" not in str(error) and "Disk quota" not in str(error):
+            if not is_full_disk(error):
                 raise
             self.remove_unfinished()
-            raise UserError(
-                f"{self.directory}: no space left while saving a checkpoint; free some space and start again, a training run with "
-                f"--resume (last complete checkpoint: {self.latest()})"
-            ) from error
+            raise self._no_space() from error
+
+    def _no_space(self) -> UserError:
+        last = self.latest()
+        remedy = "start again" if last is None else f"go on with --resume (last complete checkpoint: step {last})"
+        return UserError(f"{self.directory}: no space left to save a checkpoint; free some space and {remedy}")
 
     def restore(self, step: int, optimizer: optax.GradientTransformation) -> tuple[Policy, TrainState, Progress]:
         """Policy, state and counters of a complete checkpoint.

@@ -11,22 +11,31 @@ from trace_jax.config import Config, dump, resolve_layers
 from trace_jax.models.registry import param_shapes
 from trace_jax.rollout.embedded.decode import CaptureSpec
 from trace_jax.train.setup import Setup, build_setup, initial_policy
+from trace_jax.train.sft import worked_example
 
 BITS = {"bf16": 16.0, "fp8": 16.0, "nvfp4": 4.5, "mxfp4": 4.25}
 """Bits per cached value. The embedded engine keeps FP8 values in the compute dtype."""
 
 
 def plan_run(config: Config) -> dict[str, Any]:
-    """Checks everything a run needs: policy, task, tokenizer, layers, lengths.
+    """Checks everything that the start of `train` checks: policy, tokenizer, layers, splits, lengths, the rows that calibrate.
 
     Returns:
       The resolved `config`, and the `memory` plan.
     """
     setup = build_setup(config) if config.model.source is None else initial_policy(config)[0]
     try:
+        _require_rows(setup)
         return {"config": config.model_dump(mode="json"), "memory": memory_plan(setup)}
     finally:
         setup.task.close()
+
+
+def _require_rows(setup: Setup) -> None:
+    """The questions of a run are there, and the tokenizer takes the worked answers of the calibration."""
+    setup.task.rows(setup.config.eval.split)
+    for row in setup.task.prompts("train", 0, setup.config.calibration.prompts):
+        worked_example(row, setup.tokenizer)
 
 
 def print_plan(config: Config, memory: Mapping[str, float]) -> None:

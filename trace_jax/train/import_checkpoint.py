@@ -14,6 +14,7 @@ from trace_jax.config import from_mapping
 from trace_jax.errors import UserError
 from trace_jax.models.hf import load_hf_directory
 from trace_jax.models.policy import Policy
+from trace_jax.tokenizers import load_tokenizer
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.state import TrainState
@@ -24,25 +25,24 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config
 def import_hf_checkpoint(source: Path, out: Path) -> dict[str, Any]:
     """Reads `source` strictly and writes an Orbax checkpoint to `out`, with the tokenizer beside it.
 
+    Without a tokenizer.json the tokenizer is "byte", or "ascii" where the vocabulary is too small for "byte".
     The checkpoint has a fresh optimizer and no multipliers: they are calibrated on the task it is first used with.
 
     Raises:
-      UserError: `out` exists, or the source is not a complete checkpoint of a supported family.
+      UserError: `out` exists, the source is not a complete checkpoint of a supported family, or no tokenizer fits its vocabulary.
     """
     if out.exists():
         raise UserError(f"{out} exists; choose another folder, nothing is overwritten")
     family, config, loaded = load_hf_directory(source)
+    tokenizer = _fitting_tokenizer(source, config.vocab_size, out / "tokenizer")
     params = jax.tree.map(jnp.asarray, loaded)
     out.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer = "byte"
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     try:
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 (partial / "tokenizer").mkdir(exist_ok=True)
                 shutil.copy2(source / name, partial / "tokenizer" / name)
-        if (partial / "tokenizer" / "tokenizer.json").is_file():
-            tokenizer = str((out / "tokenizer").absolute())
         settings = from_mapping({"model": {"family": family, "config": config.to_dict()}, "tokenizer": tokenizer})
         optimizer = make_optimizer(settings.optimizer)
         state = TrainState(params, jax.jit(optimizer.init)(params), {})
@@ -55,3 +55,21 @@ def import_hf_checkpoint(source: Path, out: Path) -> dict[str, Any]:
         shutil.rmtree(partial, ignore_errors=True)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     return {"checkpoint": str(out), "family": family, "parameters": int(count), "tokenizer": tokenizer, "config": config.to_dict()}
+
+
+def _fitting_tokenizer(source: Path, vocabulary: int, copy: Path) -> str:
+    """The `copy` of the source's own tokenizer, or without one the first built-in tokenizer whose ids the model has."""
+    if (source / "tokenizer.json").is_file():
+        size = load_tokenizer(str(source.absolute())).vocab_size
+        if size > vocabulary:
+            raise UserError(
+                f"{source}: tokenizer.json has {size} tokens, but config.json a vocab_size of {vocabulary}; "
+                "put the tokenizer.json there that belongs to the model"
+            )
+        return str(copy.absolute())
+    sizes = {name: load_tokenizer(name).vocab_size for name in ("byte", "ascii")}
+    for name, size in sizes.items():
+        if size <= vocabulary:
+            return name
+    known = " and ".join(f"{name} ({size} tokens)" for name, size in sizes.items())
+    raise UserError(f"{source}: no tokenizer.json, and {known} exceed its vocab_size of {vocabulary}; put the model's tokenizer.json there")

@@ -23,7 +23,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def find_damage(folder: Path, part: str) -> str | None:
-    """Compares the files below `folder/part` with the list; a folder without one is not checked, for it is older than the list.
+    """Compares the files below `folder/part` with the list.
 
     Returns:
       The first file that differs and how, or None when all are as they were saved.
@@ -32,7 +32,7 @@ def find_damage(folder: Path, part: str) -> str | None:
         entries = json.loads((folder / MANIFEST).read_bytes())
         listed = {name: (entry["size"], entry["crc32"]) for name, entry in entries.items() if name.startswith(f"{part}/")}
     except FileNotFoundError:
-        return None
+        return f"{MANIFEST} is missing"
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"{MANIFEST} is damaged"
     for name, (size, checksum) in listed.items():

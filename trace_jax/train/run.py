@@ -22,7 +22,7 @@ from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.read_checkpoint import read_meta
 from trace_jax.train.resume import changed_keys, remove_later
 from trace_jax.train.rl import Learner, evaluate, make_learner, rl_step
-from trace_jax.train.run_lock import run_lock
+from trace_jax.train.run_folder import claimed
 from trace_jax.train.setup import build_setup, calibrated, initial_policy, require_finite
 from trace_jax.train.state import TrainState
 
@@ -53,23 +53,6 @@ def stop_on_signal() -> Iterator[StopRequest]:
             signal.signal(number, old)
 
 
-def run_directory(out: Path | None, name: str, *, resume: bool) -> Path:
-    """The directory of a run: `out`, or `runs/<name>`; it is created when the run has passed every check.
-
-    Raises:
-      UserError: it holds a run and `resume` is false, or does not and `resume` is true.
-    """
-    directory = out if out is not None else Path("runs") / name
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory} is a file; choose a folder for --out")
-    started = (directory / "config.yaml").exists()
-    if resume and not started:
-        raise UserError(f"{directory}: nothing to resume (no config.yaml); leave --resume out to start a run there")
-    if not resume and directory.exists() and any(directory.iterdir()):
-        raise UserError(f"{directory} is not empty; add --resume to continue it, or choose another --out")
-    return directory
-
-
 def say(line: str) -> None:
     """Tells the person at the console something about the run; standard output is for results."""
     print(line, file=sys.stderr, flush=True)
@@ -89,7 +72,7 @@ def run_training(config: Config, directory: Path, *, resume: bool = False, repor
     """
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
     with stop_on_signal() as stop:
-        with closing(checkpoints):
+        with claimed(directory, resume=resume), closing(checkpoints):
             metrics = _run(config, directory, checkpoints, stop, resume, report or (lambda step, metrics: None))
         if stop.asked:
             last = checkpoints.latest()
@@ -104,18 +87,17 @@ def _run(config: Config, directory: Path, checkpoints: Checkpoints, stop: StopRe
         learner.setup.task.rows(config.eval.split)  # an empty split is refused before anything is written
         if stop.asked:
             return {}
-        with run_lock(directory):
-            if resume:
-                checkpoints.remove_unfinished()
-                remove_later(directory, learner.progress.step)
-            write_atomic(directory / "config.yaml", [dump(config).encode()])
-            (directory / "rollouts").mkdir(exist_ok=True)
-            # Step 0 is evaluated again when a run resumes from it, so its row goes too.
-            after = learner.progress.step or -1 if resume else None
-            with closing(open_writers(directory, list(config.loggers), after_step=after)) as log:
-                metrics = _loop(learner, directory, checkpoints, log, stop, report)
-            checkpoints.wait()
-            return metrics
+        if resume:
+            checkpoints.remove_unfinished()
+            remove_later(directory, learner.progress.step)
+        write_atomic(directory / "config.yaml", [dump(config).encode()])
+        (directory / "rollouts").mkdir(exist_ok=True)
+        # Step 0 is evaluated again when a run resumes from it, so its row goes too.
+        after = learner.progress.step or -1 if resume else None
+        with closing(open_writers(directory, list(config.loggers), after_step=after)) as log:
+            metrics = _loop(learner, directory, checkpoints, log, stop, report)
+    checkpoints.wait()
+    return metrics
 
 
 def _loop(

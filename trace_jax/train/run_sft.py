@@ -20,7 +20,7 @@ from trace_jax.rollout.embedded.engine import EmbeddedEngine
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.run import Report, StopRequest, say, stop_on_signal
-from trace_jax.train.run_lock import run_lock
+from trace_jax.train.run_folder import claimed
 from trace_jax.train.setup import Setup, calibrated, initial_policy, sync_weights
 from trace_jax.train.sft import batch_width, sft_batch, sft_gradient
 from trace_jax.train.state import TrainState, apply_gradients
@@ -42,11 +42,11 @@ def run_sft(config: Config, directory: Path, report: Report | None = None) -> di
       The last metrics; none if a signal came before the first step.
     """
     with stop_on_signal() as stop:
-        setup, params, _ = initial_policy(config)
-        with closing(setup.task):
-            width = _checked_width(setup)
-            if not stop.asked:
-                with run_lock(directory):
+        with claimed(directory, resume=None):
+            setup, params, _ = initial_policy(config)
+            with closing(setup.task):
+                width = _checked_width(setup)
+                if not stop.asked:
                     return _run(setup, params, width, directory, stop, report or (lambda step, metrics: None))
         say("stopped before anything was written")
         return {}
