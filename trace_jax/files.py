@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterable
@@ -38,6 +39,17 @@ def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], *, parents: b
         flush_to_disk(path.parent)
     except OSError as error:
         raise cannot_write(path, error) from error
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Whether an error is, or was caused by, a full disk or an exhausted quota; storage libraries only say so in their text."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "No space left" in str(error) or "Disk quota" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:

@@ -10,7 +10,7 @@ import yaml
 from trace_jax.cli.app import main
 from trace_jax.errors import UserError
 from trace_jax.train.run import run_training
-from trace_jax.train.run_lock import run_lock
+from trace_jax.train.run_folder import claimed, run_directory
 from trace_jax.train.run_sft import run_sft
 
 TINY_TASK = "task.params={min_word_len: 3, max_word_len: 3, size: 3}"
@@ -78,9 +78,29 @@ def test_sigterm_before_anything_is_written(make_config, tmp_path, monkeypatch, 
 
 
 def test_a_second_lock_is_refused_until_the_first_ends(tmp_path):
-    with run_lock(tmp_path / "run"):
+    out = tmp_path / "run"
+    with claimed(out, resume=None):
         with pytest.raises(UserError, match="in use by another program"):
-            with run_lock(tmp_path / "run"):
+            with claimed(out, resume=None):
                 pass
-    with run_lock(tmp_path / "run"):
-        assert (tmp_path / "run" / ".lock").is_file()
+    assert not out.exists()
+    with claimed(out, resume=None):
+        (out / "config.yaml").touch()
+    with pytest.raises(UserError, match="not empty; choose another --out"):
+        with claimed(out, resume=None):
+            pass
+    with claimed(out, resume=True):
+        pass
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "config.yaml"]
+
+
+def test_the_lock_file_of_a_killed_start_is_no_run(tmp_path):
+    """What `kill -9` leaves before the first file: neither in the way of a new start, nor something to resume."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").touch()
+    assert run_directory(tmp_path / "run", "name", resume=False) == tmp_path / "run"
+    with pytest.raises(UserError, match="nothing to resume"):
+        run_directory(tmp_path / "run", "name", resume=True)
+    with claimed(tmp_path / "run", resume=False):
+        pass
+    assert not list((tmp_path / "run").iterdir())

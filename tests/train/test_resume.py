@@ -22,8 +22,8 @@ from trace_jax.train.manifest import write_manifest
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.read_checkpoint import complete_steps
 from trace_jax.train.rl import _count_skipped
-from trace_jax.train.run import _resumed, run_directory, run_training
-from trace_jax.train.run_lock import run_lock
+from trace_jax.train.run import _resumed, run_training
+from trace_jax.train.run_folder import claimed, run_directory
 
 MEASURED_IN_SECONDS = ("time/", "throughput/")
 
@@ -141,6 +141,15 @@ def test_ckpt_09_an_unfinished_save_is_not_a_checkpoint_and_is_cleared_away(copy
     jax.tree.map(np.testing.assert_array_equal, again, restored(uninterrupted, config)[1])
 
 
+def test_a_save_that_cannot_fit_is_refused_before_it_begins(copy, config, monkeypatch):
+    """One line and the remedy; Orbax would fill the screen. (A disk that really fills up was tried by hand.)"""
+    monkeypatch.setattr("trace_jax.train.checkpoint.SPARE_BYTES", 1 << 60)
+    (copy / "checkpoints" / "4").rename(copy / "moved")
+    with pytest.raises(UserError, match=r"no space left .* --resume \(last complete checkpoint: step 2\)"):
+        run_training(config, copy, resume=True)
+    assert complete_steps(copy / "checkpoints") == [0, 2]
+
+
 def test_one_save_at_most_is_under_way(tmp_path, uninterrupted, config):
     policy, state, progress = restored(uninterrupted, config)
     checkpoints = Checkpoints(tmp_path)
@@ -239,6 +248,6 @@ def test_a_run_that_another_program_holds_is_left_alone(copy, config):
     """The second program must not clear away what the first one is saving."""
     saving = copy / "checkpoints" / "6.orbax-checkpoint-tmp"
     saving.mkdir()
-    with run_lock(copy), pytest.raises(UserError, match="in use by another program"):
+    with claimed(copy, resume=True), pytest.raises(UserError, match="in use by another program"):
         run_training(config, copy, resume=True)
     assert saving.is_dir()

@@ -82,8 +82,9 @@ def test_rew_01_a_reward_that_fails_from_the_start_ends_the_run(config, judge, t
     message = str(caught.value)
     assert message.startswith("task.reward training_judge:breaks has no verdict on any answer of the first batch; on the prompt '")
     assert message.endswith("ValueError: the judge is broken; mend it or choose another task.reward") and "\n" not in message
+    assert not (tmp_path / "run").exists()
     (judge / "broken").unlink()
-    assert math.isfinite(run_training(config("task.reward=training_judge:breaks"), tmp_path / "run", resume=True)["reward/mean"])
+    assert math.isfinite(run_training(config("task.reward=training_judge:breaks"), tmp_path / "run")["reward/mean"])
 
 
 def test_rew_01_a_reward_that_breaks_on_the_way_costs_no_checkpoint(config, judge, tmp_path):

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 from trace_jax.cli.progress import Display, display
 from trace_jax.cli.versions import installed_version_problem
 from trace_jax.errors import UserError
+from trace_jax.files import is_full_disk
 
 Result = TypeVar("Result", bound=Mapping[str, Any])
 
 USER_ERROR = 2
 FAILURE = 1
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
@@ -50,9 +50,8 @@ def exit_code_of(error: BaseException) -> int:
         # The reader of our output went away; Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
-    full = _caused_by(error, FULL_DISK)
-    if full is not None:
-        return _refuse(f"no space left on the device while writing {full.filename or 'a file'}; free some space or choose another folder")
+    if is_full_disk(error):
+        return _refuse(f"no space left on the device ({error}); free some space or choose another folder")
     bad = _caused_by(error, BAD_PATH)
     if bad is not None and bad.filename is not None:
         return _refuse(f"{os.fsdecode(bad.filename)}: {bad.strerror}; choose another path, or change its permissions")
@@ -82,6 +81,7 @@ def _caused_by(error: BaseException | None, numbers: Sequence[int]) -> OSError |
 def quiet_dependencies() -> None:
     """Keeps notices of libraries (Orbax and others log through absl) off the screen; their errors stay."""
     logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # what is left of a failed save
 
 
 def run_and_show(work: Callable[[Display], Result], show: Callable[[Result], None], *, json: bool) -> Result:

@@ -15,10 +15,10 @@ from trace_jax.files import require_writable
 def sft(config: ConfigFile, overrides: Overrides = None, out: RunFolder = None, json: Json = False) -> None:
     """Train on the task's worked answers, and write a checkpoint that `train` starts from."""
     from trace_jax.config import load
-    from trace_jax.train.run import run_directory
+    from trace_jax.train.run_folder import run_directory
 
     settings = load(config, overrides or [])
-    directory = run_directory(out, f"{config.stem}-sft", resume=False)
+    directory = run_directory(out, f"{config.stem}-sft", resume=None)
     require_writable(directory)
 
     def work(display: Display) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def train(
         run_and_show(lambda display: plan_run(settings), lambda plan: print_plan(settings, plan["memory"]), json=json)
         return
 
-    from trace_jax.train.run import run_directory
+    from trace_jax.train.run_folder import run_directory
 
     directory = run_directory(out, config.stem, resume=resume)
     require_writable(directory)
