@@ -1,18 +1,18 @@
-"""`make quickstart`: cold start, RL with guided FP4 rollouts, and what came out, on CPU in a few minutes.
+"""`make quickstart`: cold start, RL with the configured method, and what came out, on CPU in a few minutes.
 
 1. `sft` on worked answers until the policy solves about a third of the task.
 2. `train` with `configs/quickstart.yaml` (or another config given as the first argument).
-3. A table and a plot: held-out reward at FP4 rollout before and after, the gap between trainer and rollout with and
-   without guidance, audited code agreement, and the size of the record.
+3. A table and a plot: held-out pass rate before and after, the gap between trainer and rollout with and without guidance,
+   audited code agreement, and the size of the record; what the method does not have is left out.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,14 @@ from trace_jax.cli.app import run
 from trace_jax.cli.common import quiet_dependencies, to_json
 from trace_jax.config import check_for_training, load
 from trace_jax.files import write_atomic
-from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.report.quickstart import quickstart_figure
+from trace_jax.report.quickstart_summary import Summary, summarise
+from trace_jax.report.series import load_runs
 from trace_jax.terminal import result_console
 from trace_jax.train.run import run_training
 from trace_jax.train.run_sft import run_sft
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
-LAST = 50
-"""Steps at the end of the run over which gaps are summarised."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,81 +53,39 @@ def main(arguments: Sequence[str]) -> int:
     config = load(config_path, [*overrides, f"model.source={cold}"])
     print(f"2. RL, method {config.method}, {config.steps} steps -> {trained}", flush=True)
     run_training(config, trained, report=_every(20, ("reward/mean", "reward/pass_rate", "rollout_corr/k3_kl", "time/step")))
-    summary = summarise(read_metrics(trained), config.eval.split) | {"seed": config.seed, "seconds": time.perf_counter() - started}
-    picture = quickstart_figure(
-        trained,
-        {
-            "title": f"{config.task.name}, method {config.method}, seed {config.seed}",
-            "subtitle": "rollout with FP4 weights, activations and KV cache; trained with guided rounding",
-            "before": summary["before"],
-            "after": summary["after"],
-            "reward_label": "pass@1, held out, FP4 rollout",
-        },
-        root / "quickstart.png",
-    )
-    write_atomic(root / "summary.json", [json.dumps(to_json(summary), indent=2).encode()])
-    result_console().print(table(summary, config.eval.split))
+    (finished,) = load_runs([trained])
+    summary = summarise(finished, config)
+    seconds = time.perf_counter() - started
+    picture = quickstart_figure(finished, summary, root / "quickstart.png")
+    write_atomic(root / "summary.json", [json.dumps(to_json(asdict(summary) | {"seconds": seconds}), indent=2).encode()])
+    result_console().print(table(summary, seconds))
     print(f"plot: {picture}\nrun:  {trained}   (next: trace-jax report {trained}; trace-jax mismatch {trained})")
     return 0
 
 
-def summarise(rows: Sequence[dict[str, Any]], split: str) -> dict[str, Any]:
-    """The figures of the table from the rows of `metrics.jsonl`."""
-    evaluated = [row for row in rows if f"eval/{split}/pass_at_1" in row]
-    unguided = [row for row in rows if "unguided/rollout_corr/k3_kl" in row][-LAST // 10 :]
-    last = [row for row in rows if "rollout_corr/k3_kl" in row][-LAST:]
-
-    def rate(row: dict[str, Any]) -> dict[str, float]:
-        name = f"eval/{split}/pass_at_1"
-        return {"step": row["step"], "value": row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]}
-
-    def median(found: Sequence[dict[str, Any]], name: str) -> float:
-        values = [row[name] for row in found if row.get(name) is not None]
-        return statistics.median(values) if values else float("nan")
-
-    agreement: dict[int, list[float]] = {}
-    for row in rows[-LAST:]:
-        for name, value in row.items():
-            if name.startswith("guidance/audit/code_agreement/") and value is not None:
-                agreement.setdefault(int(name.rsplit("_", 1)[1]), []).append(value)
-    prefix = "guidance/bytes_per_token"
-    newest = next((row for row in reversed(rows) if prefix in row), {})
-    return {
-        "before": rate(evaluated[0]),
-        "after": rate(evaluated[-1]),
-        "reward_before": evaluated[0][f"eval/{split}/reward_mean"],
-        "reward_after": evaluated[-1][f"eval/{split}/reward_mean"],
-        "k3_guided": median(unguided, "rollout_corr/k3_kl"),
-        "k3_unguided": median(unguided, "unguided/rollout_corr/k3_kl"),
-        "gap_guided": median(unguided, "train_rollout_logprob_abs_diff"),
-        "gap_unguided": median(unguided, "unguided/train_rollout_logprob_abs_diff"),
-        "code_agreement": {layer: statistics.mean(values) for layer, values in sorted(agreement.items())},
-        "bytes_per_token": {name.removeprefix(prefix + "/"): value for name, value in newest.items() if name.startswith(prefix + "/")},
-        "bytes_per_token_total": newest.get(prefix),
-        "seconds_per_step": {part: median(last, f"time/{part}") for part in ("rollout", "train", "sync", "step")},
-    }
-
-
-def table(summary: dict[str, Any], split: str) -> Table:
-    """The summary as a table."""
+def table(summary: Summary, seconds: float) -> Table:
+    """The summary as a table; a figure that the run does not have is left out."""
     shown = Table(title="What the quickstart shows", title_justify="left")
     shown.add_column("figure")
     shown.add_column("value")
-    for when in ("before", "after"):
-        rate = summary[when]
+    for rate in summary.evaluations:
         shown.add_row(
-            f"pass@1 at FP4 rollout, {split} split, step {rate['step']}",
-            f"{rate['value']:.3f}  (95 %: {rate['low']:.3f} to {rate['high']:.3f}); mean reward {summary[f'reward_{when}']:.3f}",
+            f"pass@1, {summary.split} split, step {rate.step}",
+            f"{rate.pass_at_1:.3f}  (95 %: {rate.low:.3f} to {rate.high:.3f}); mean reward {rate.reward_mean:.3f}",
         )
-    shown.add_row("train-rollout KL (k3), guided forward", f"{summary['k3_guided']:.2e}  (mean gap {summary['gap_guided']:.4f})")
-    shown.add_row("train-rollout KL (k3), same forward unguided", f"{summary['k3_unguided']:.2e}  (mean gap {summary['gap_unguided']:.4f})")
-    by_layer = "  ".join(f"layer {layer}: {value:.3f}" for layer, value in summary["code_agreement"].items())
-    shown.add_row("audited: values equal in trainer and rollout", by_layer)
-    parts = "  ".join(f"{name} {value:g}" for name, value in summary["bytes_per_token"].items() if name != "constants")
-    shown.add_row("record, bytes per token", f"{summary['bytes_per_token_total']:.1f}  ({parts})")
-    times = summary["seconds_per_step"]
-    shown.add_row("seconds per step", "  ".join(f"{name} {value:.3f}" for name, value in times.items()))
-    shown.add_row("seed, total seconds", f"{summary['seed']}, {summary['seconds']:.0f}")
+    for gap in summary.gaps:
+        shown.add_row(f"train-rollout KL (k3), {gap.forward}", f"{gap.k3_kl:.2e}  (mean gap {gap.logprob_abs_diff:.4f}), {summary.window}")
+    if summary.code_agreement:
+        by_layer = "  ".join(f"layer {layer}: {value:.3f}" for layer, value in summary.agreement_by_layer().items())
+        shown.add_row("equal values, newest audit, mean over sites", by_layer)
+    if summary.bytes_per_token:
+        parts = "  ".join(f"{name} {value:g}" for name, value in summary.bytes_per_token.items() if name != "constants")
+        shown.add_row("record, bytes per token", f"{sum(summary.bytes_per_token.values()):.1f}  ({parts})")
+    if summary.seconds_per_step:
+        times = "  ".join(f"{name} {value:.3f}" for name, value in summary.seconds_per_step.items())
+        shown.add_row("seconds per step", times)
+    shown.add_row("rollout; trainer", f"{summary.rollout}; {summary.trainer}")
+    shown.add_row("seed, total seconds", f"{summary.seed}, {seconds:.0f}")
     return shown
 
 

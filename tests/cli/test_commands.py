@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,10 @@ import numpy as np
 import pytest
 
 from trace_jax.cli.app import main
+from trace_jax.errors import UserError
+from trace_jax.evaluation.pass_rate import PassRate
+from trace_jax.evaluation.rollout import generate_rollouts
+from trace_jax.evaluation.run import evaluate_policy
 from trace_jax.models.hf import save_hf_directory
 from trace_jax.train.checkpoint import load_policy
 
@@ -63,6 +70,20 @@ def test_eval_repeats_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert first == second
 
 
+@pytest.mark.parametrize("arguments", [["--greedy"], ["eval.greedy=true"], ["rollout.temperature=0"]])
+def test_eval_says_when_it_was_greedy(folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    result = run_json(capsys, "eval", folder / "run", *arguments, "--max-prompts", "2")
+    assert (result["greedy"], result["temperature"]) == (True, 0.0)
+
+
+def test_eval_returns_what_it_promises(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, "eval", folder / "run", "--max-prompts", "2")
+    assert (result["greedy"], result["temperature"], result["precision"]) == (False, 1.0, "nvfp4")
+    promised = {"policy", "task", "split", "precision", "greedy", "temperature", "seed"}
+    assert result.keys() == promised | {field.name for field in fields(PassRate)}
+    assert all(f"`{name}`" in (evaluate_policy.__doc__ or "") for name in promised)
+
+
 def test_mismatch_orders_the_methods_by_what_they_know(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run_json(capsys, "mismatch", folder / "run", "--precisions", "bf16,nvfp4", "--max-prompts", "8")
     methods = report["precisions"]["nvfp4"]["methods"]
@@ -72,7 +93,10 @@ def test_mismatch_orders_the_methods_by_what_they_know(folder: Path, capsys: pyt
     assert report["precisions"]["bf16"]["methods"]["bf16"]["metrics"]["train_rollout_logprob_abs_diff"] < 1e-4
     assert methods["trace_full"]["sites"]["expert_input"]["1"]["code_agreement"] == 1.0
     assert methods["naive"]["sites"]["expert_input"]["1"]["code_agreement"] < 0.5
-    assert len(methods["qat"]["positions"]) <= 6 and methods["trace_full"]["verdict"] == "safe"
+    assert len(methods["qat"]["positions"]) <= 6 and methods["trace_full"]["gap"] == "small"
+    # A policy of a few training steps solves nothing, so nothing can be said about a loss, whatever the gap.
+    assert report["precisions"]["nvfp4"]["verdict"] == "unknown" and "verdict" not in report["precisions"]["bf16"]
+    assert "is too uncertain to show a loss" in report["precisions"]["nvfp4"]["answer"]
 
 
 def test_rollout_saves_a_cache_that_mismatch_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,8 +106,43 @@ def test_rollout_saves_a_cache_that_mismatch_reads(folder: Path, capsys: pytest.
     report = run_json(capsys, "mismatch", folder / "run", "--cache", cache, "--methods", "qat,trace_full")
     assert report["precisions"]["nvfp4"]["sequences"] == 12
     assert set(report["precisions"]["nvfp4"]["methods"]) == {"qat", "trace_full"}
+    assert "cannot be judged, bf16 was not measured" in report["precisions"]["nvfp4"]["answer"]
     assert main(["rollout", str(folder / "run"), "--out", str(out)]) == 2
     assert f"{out} exists" in capsys.readouterr().err
+
+
+def test_a_cache_of_a_method_without_a_record_is_refused_before_generating(folder: Path, tmp_path: Path) -> None:
+    announced: list[str] = []
+
+    def announce(what: str, done: int = 0, total: int | None = None) -> None:
+        announced.append(what)
+
+    with pytest.raises(UserError, match="method naive records no guidance to save"):
+        generate_rollouts(
+            folder / "config.yaml",
+            ["method=naive"],
+            out=tmp_path / "answers.jsonl",
+            save_cache=tmp_path / "cache",
+            announce=announce,
+        )
+    assert announced == [f"reading {folder / 'config.yaml'}"] and list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_leaves_the_answers_and_no_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, cache = tmp_path / "answers.jsonl", tmp_path / "cache"
+    replace = os.replace
+
+    def full(source: str | Path, target: str | Path) -> None:
+        if Path(target).parent == cache:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        generate_rollouts(folder / "run", out=out, save_cache=cache, max_prompts=1)
+    assert len(out.read_text().splitlines()) == 4 and not cache.exists()
 
 
 def test_report_of_two_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +187,9 @@ def test_dry_run_refuses_before_it_prints(folder: Path, capsys: pytest.CaptureFi
         (["rollout", "{run}", "--out", "{run}/config.yaml/none.jsonl"], "config.yaml is not a folder that you may write to"),
         (["rollout", "{run}", "--out", "{run}/none", "--save-cache", "{run}/config.yaml"], "config.yaml is not an empty folder"),
         (["rollout", "{run}", "--out", "{run}/none", "--save-cache", "{run}/config.yaml/none"], "config.yaml is not a folder"),
+        (["rollout", "{run}", "--out", "{run}/none/answers.jsonl", "--save-cache", "{run}/none"], "lie in each other"),
+        (["rollout", "{run}", "--out", "{run}/none", "--save-cache", "{run}/none/cache"], "lie in each other"),
+        (["eval", "{run}", "--greedy", "--samples", "2"], "2 greedy answers to one prompt are all the same"),
         (["train", "{run}/../config.yaml", "--out", "{run}/config.yaml/none"], "config.yaml is not a folder that you may write to"),
         (["sft", "{run}/../config.yaml", "--out", "{run}/config.yaml"], "config.yaml is a file"),
         (["train", "{run}"], "is a folder; give the YAML file in it"),

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from trace_jax.errors import UserError
-from trace_jax.evaluation.mismatch import METHODS_OF, RISKY, SAFE, methods_by_precision, verdict
+from trace_jax.evaluation.mismatch import METHODS_OF, methods_by_precision
 from trace_jax.evaluation.mismatch_tables import answers, print_mismatch
+from trace_jax.evaluation.mismatch_verdict import RISKY, SMALL, gap_size
 
 
 def report(errors: dict[str, float], layers: int = 2, length: int = 3) -> dict[str, Any]:
-    """A report of one precision, with `token_mult_prob_error` per method."""
+    """A report of one precision beside BF16, with `token_mult_prob_error` per method."""
     by_layer = {str(layer): {"code_agreement": 1.0 - 0.01 * layer, "d_act": 0.001 * layer} for layer in range(layers)}
     methods = {
         name: {
@@ -25,46 +26,27 @@ def report(errors: dict[str, float], layers: int = 2, length: int = 3) -> dict[s
             },
             "positions": [0.01] * length,
             "sites": {"expert_input": by_layer},
-            "verdict": verdict(error),
+            "gap": gap_size(error),
         }
         for name, error in errors.items()
     }
     entry = {"pass_at_1": 0.5, "pass_at_1_low": float("nan"), "pass_at_1_high": float("nan"), "methods": methods}
-    limits = {"token_mult_prob_error": {"safe": SAFE, "risky": RISKY}}
-    return {"policy": "runs/[a]", "task": "task", "split": "test", "cache": None, "limits": limits, "precisions": {"nvfp4": entry}}
+    limits = {"token_mult_prob_error": {"small": SMALL, "risky": RISKY}}
+    precisions = {"nvfp4": entry | {"answer": "nvfp4: cannot be judged"}}
+    return {"policy": "runs/[a]", "task": "task", "split": "test", "cache": None, "limits": limits, "precisions": precisions}
 
 
-@pytest.mark.parametrize(
-    ("errors", "expected"),
-    [
-        ({"naive": 1.03, "qat": 1.01, "trace": 1.001}, "nvfp4: safe without guidance. Next: train with method=qat (exp|gap| 1.010)."),
-        (
-            {"naive": 1.4, "qat": 1.03, "trace": 1.01, "trace_full": 1.0},
-            "nvfp4: safe with guidance. Next: train with method=trace "
-            "(exp|gap| 1.010; without it the gap is too wide: naive 1.400, qat 1.030).",
-        ),
-        ({"trace": 1.01}, "nvfp4: safe with guidance. Next: train with method=trace (exp|gap| 1.010)."),
-        ({"naive": float("nan"), "qat": 1.2, "trace": 1.04}, "nvfp4: risky; the closest trainer measured is trace (exp|gap| 1.040)."),
-        ({"naive": float("nan")}, "nvfp4: unsafe; the closest trainer measured is naive (exp|gap| nan)."),
-    ],
-)
-def test_the_answer(errors: dict[str, float], expected: str) -> None:
-    rule, answer, caution = answers(report(errors))
-    assert answer.startswith(expected)
-    assert rule == "Verdict by exp|gap|: safe up to 1.02, risky up to 1.05, unsafe above."
-    assert "pass@1" in caution
-
-
-def test_limits_belong_to_the_better_side() -> None:
-    values = (SAFE, SAFE + 1e-6, RISKY, RISKY + 1e-6, float("inf"))
-    assert [verdict(value) for value in values] == ["safe", "risky", "risky", "unsafe", "unsafe"]
+def test_the_rules_come_before_the_answers() -> None:
+    rules, answer = answers(report({"naive": 1.03}))
+    assert "small up to 1.02, risky up to 1.05, large above" in rules and "pass@1" in rules
+    assert answer == "nvfp4: cannot be judged"
 
 
 def test_a_deep_model_and_long_answers_fit_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     print_mismatch(report({"naive": 1.03, "trace_scales": 1.01}, layers=48, length=5000))
     out = capsys.readouterr().out
     assert "runs/[a]" in out and "0.500 [nan, nan]" in out  # brackets are text, not markup
-    tables = out[: out.index("Verdict by")]
+    tables = out[: out.index("Gap by")]
     assert max(map(len, tables.splitlines())) <= 120 and "…" not in tables
     # The worst of layers 38 to 47 stands for them.
     assert "38-47" in tables and "53.0%" in tables and "(0.047)" in tables

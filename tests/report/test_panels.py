@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.container import ErrorbarContainer
 
 from trace_jax.report.bars import stacked_bars
 from trace_jax.report.sections import SECTIONS
@@ -97,3 +98,12 @@ def test_slivers_count_but_are_not_drawn():
         stacked_bars(axes, ["run"], [{"train": 1.0, "reward": 0.001}], unit="s", total_format="{:.3f}")
     assert axes.get_legend_handles_labels()[1] == ["train"]
     assert [text.get_text() for text in axes.texts] == ["1.001 s"]
+
+
+@pytest.mark.parametrize(("what", "name"), [("pass_at_1", "pass rate"), ("reward_mean", "reward")])
+def test_evaluations_are_points_as_the_axis_says(what: str, name: str):
+    rows = [{"step": step, "reward/mean": 0.4, f"eval/test/{what}": 0.1 + 0.1 * step} for step in range(3)]
+    axes = drawn("Reward at rollout precision", [Run("run", rows)])
+    assert axes.get_ylabel() == f"reward (line), {name} (points)"
+    (points,) = axes.containers
+    assert isinstance(points, ErrorbarContainer) and points.lines[0].get_linestyle() == "None"

@@ -3,7 +3,6 @@ import importlib.util
 import math
 import os
 import re
-import stat
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from trace_jax.errors import UserError
 from trace_jax.metrics import open_writers
-from trace_jax.report import quickstart_figure, report
+from trace_jax.report import report
 from trace_jax.report.sections import SECTIONS
 from trace_jax.report.series import Run, load_runs
 from trace_jax.report.style import moving_average
@@ -155,6 +154,8 @@ def test_mis_07_the_curve_is_named_for_the_forward_and_the_summary_is_a_median()
     axes = axes_of(panel("KL of rollout and trainer").draw, [run])
     # A run without guidance must not be called guided.
     assert axes.get_legend_handles_labels()[1] == ["training forward, not guided"]
+    audited = Run("run", [row | {"guidance/audit/code_agreement/k/layer_0": 0.5} for row in run.rows])
+    assert not audited.guided()  # an audit is no guidance
     # One outlier step does not move the median.
     assert dict(summary_table([run]))["KL (k3) of the forward that trains, median"] == ["1.00e-03 (not guided)"]
 
@@ -205,16 +206,16 @@ def test_unreadable_runs_are_user_errors(tmp_path, trace_run):
 
 
 def test_a_file_that_cannot_be_written_keeps_the_old_one(tmp_path, trace_run, monkeypatch):
-    out = tmp_path / "report.png"
+    out = tmp_path / "report.html"
     out.write_bytes(b"old")
 
     def no_space(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(UserError, match=r"report.png: cannot be written \(No space left on device\)"):
-        quickstart_figure(trace_run, {}, out)
-    assert out.read_bytes() == b"old" and os.listdir(tmp_path) == ["report.png"]
+    with pytest.raises(UserError, match=r"report.\w+: cannot be written \(No space left on device\)"):
+        report([trace_run], out)
+    assert out.read_bytes() == b"old" and os.listdir(tmp_path) == ["report.html"]
 
 
 def test_a_broken_config_is_named(tmp_path):
@@ -223,27 +224,3 @@ def test_a_broken_config_is_named(tmp_path):
     (tmp_path / "config.yaml").write_text("method: [")
     with pytest.raises(UserError, match="config.yaml: cannot be read"):
         load_runs([tmp_path])
-
-
-@pytest.mark.parametrize(
-    "summary",
-    [
-        {},
-        {
-            "title": "TRACE",
-            "subtitle": "two cores",
-            "before": {"value": 0.2, "low": 0.1, "high": 0.3},
-            "after": {"value": 0.8},
-            "bytes_per_token": {"k": 64, "v": 64.0},
-        },
-    ],
-)
-def test_quickstart_figure(trace_run, tmp_path, summary):
-    path = quickstart_figure(trace_run, summary, tmp_path / "quickstart.png")
-    assert path.read_bytes().startswith(PNG) and stat.S_ISREG(path.stat().st_mode)
-
-
-def test_quickstart_figure_of_a_bare_run(tmp_path):
-    with open_writers(tmp_path / "run", []) as log:
-        log.write(1, {"loss": 1.0})
-    assert quickstart_figure(tmp_path / "run", {}, tmp_path / "q.png").stat().st_size > 10_000

@@ -42,6 +42,10 @@ def test_seed_of_the_task_or_of_params():
     ("name", "params", "message"),
     [
         ("spel_backward", {}, "no data set 'spel_backward'; the nearest is 'spell_backward'"),
+        ("gsm", {}, "no data set 'gsm'; the nearest is 'gsm_symbolic'"),
+        ("Chain-Sum", {}, "the nearest is 'chain_sum'"),
+        ("sum", {}, "the nearest is 'chain_sum'"),
+        ("nope", {}, "no data set 'nope'; take one of reasoning_gym.factory.DATASETS"),
         ("spell_backward", {"min_word_length": 3}, r"task.params.min_word_length: .* the nearest is 'min_word_len'; it takes data_file"),
         ("spell_backward", {"min_word_len": 9, "max_word_len": 3}, r"refused \(max_word_len must be >= min_word_len\); change them"),
         ("spell_backward", {"min_word_len": "x"}, "are refused"),

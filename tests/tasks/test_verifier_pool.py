@@ -1,5 +1,6 @@
 """REW-01: verifiers that hang, crash or die are cut off, replaced and reported, never taken for wrong answers."""
 
+import io
 import os
 import signal
 import subprocess
@@ -39,7 +40,11 @@ def judge(completion, answer, row):
     if completion == "exit":
         os._exit(7)
     if completion == "print":
-        print("noise on stdout", flush=True)
+        print("noise on stdout")
+    if completion == "chatter":
+        print("thinking", file=sys.stderr)
+        print("still thinking")
+        print("x" * 100_000, file=sys.stderr)
     if completion == "jax":
         return {"score": float("jax" in sys.modules)}
     if completion == "alarm":
@@ -118,6 +123,33 @@ def test_crash_exception_and_noise(task):
     assert verdicts[1].error == "RuntimeError: no verdict today"
     assert verdicts[3].error == "the verifier's worker died with exit code 7"
     assert [verdicts[index] for index in (2, 4, 5)] == [RIGHT, WRONG, RIGHT]
+
+
+def test_what_a_reward_prints_does_not_flood_the_console(task, capfd, monkeypatch):
+    """40 answers print 120 lines, over two workers and their replacements; the first are there at once, on stderr."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    assert judge(task, "print") == [WRONG]
+    wait_until(lambda: shown.getvalue() == "noise on stdout\n")
+    assert judge(task, "chatter", "exit", *["chatter"] * 39)[0] == WRONG
+    task.close()
+    assert judge(task, "chatter") == [WRONG]
+    task.close()
+    lines = shown.getvalue().splitlines()
+    assert capfd.readouterr() == ("", "") and len(lines) == 6 and max(map(len, lines)) <= 1000
+    assert lines[1] == "thinking" and lines[5].endswith("judge_module:judge prints more than 5 lines; the others are not shown")
+
+
+def test_a_worker_that_cannot_start_tells_why(tmp_path, monkeypatch, capfd):
+    """The module works in this process and ends the worker's, after more lines than are shown."""
+    (tmp_path / "broken_module.py").write_text(
+        "import os, sys\nif 'pytest' not in sys.modules:\n    print('line\\n' * 20)\n    sys.exit('no licence found')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="did not start .* exit code 1: no licence found.; mend task.reward"):
+        VerifierPool(VerifierSpec("broken_module:judge"), 1.0, 1).start()
+    assert capfd.readouterr().err.count("\n") == 6
 
 
 def test_worker_killed_while_idle_is_replaced_without_an_error(task):

@@ -25,4 +25,4 @@ def import_checkpoint(
         display.announce(f"importing {source}")
         return import_hf_checkpoint(source, out)
 
-    run_and_show(work, lambda result: typer.echo(f"checkpoint: {result['checkpoint']}"), json=json)
+    run_and_show(work, lambda result: typer.echo(f"checkpoint: {result['checkpoint']} (tokenizer: {result['tokenizer']})"), json=json)

@@ -1,4 +1,4 @@
-"""`trace-jax mismatch`: how far trainer and rollout drift apart, before committing to FP4."""
+"""`trace-jax mismatch`: what a precision costs in pass rate, and how far trainer and rollout drift apart at it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mismatch(
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
-    """Is this model safe in FP4? The gap of trainer and rollout: as a whole, by token of the answer, by layer."""
+    """Is this model safe in FP4? Its pass rate against bf16, and the gap of trainer and rollout: as a whole, by token, by layer."""
     from trace_jax.evaluation.mismatch import measure_mismatch
     from trace_jax.evaluation.mismatch_tables import print_mismatch
 

@@ -15,11 +15,13 @@ from trace_jax.files import require_writable
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.")],
-    out: Annotated[Path | None, typer.Option("--out", help="HTML file; report.html in the first run by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="HTML file; by default report.html in the run, or comparison.html in the first of several.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write a self-contained HTML page, and an overview as PNG beside it."""
-    page = out or runs[0] / "report.html"
+    page = out or runs[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     if out is not None:
         require_writable(out)
 

@@ -4,9 +4,10 @@
 2. For each method the trainer's forward (the training objective, compiled as in training) scores the same answers, with
    the record cut to what the method keeps.
 3. The comparison is reported as a whole, per answer position, and per layer and site.
+4. The pass rate against BF16 and the gap of each method give one answer per precision.
 
 One rollout serves all methods of a precision. A guided forward replays the rollout's rounding; its small gap is partly by
-construction, so the pass rate at each precision and the unguided methods stand beside it.
+construction, so the pass rate decides first, and the unguided methods stand beside the guided ones.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jaxtyping import Float
 from trace_jax.config import METHODS
 from trace_jax.errors import UserError
 from trace_jax.evaluation.audit import compare_sites
+from trace_jax.evaluation.mismatch_verdict import RISKY, SMALL, gap_size, judge
 from trace_jax.evaluation.open_policy import OpenPolicy, open_policy, precision_config, require_precision
 from trace_jax.evaluation.precision_rollout import PrecisionRollout, cached_rollout, roll_out, stored_precision
 from trace_jax.metrics.weighted import finalize
@@ -45,16 +47,13 @@ METHODS_OF = {
 FP4 = ("nvfp4", "mxfp4")
 DEFAULT_PROMPTS = 64
 
-SAFE, RISKY = 1.02, 1.05
-"""Limits on `token_mult_prob_error`, mean(exp |gap|): at most SAFE is safe; NeMo RL's gate is 1.05, above it is unsafe."""
-
 
 def method_report(opened: OpenPolicy, rollout: PrecisionRollout, method: str) -> dict[str, Any]:
     """The divergence of one method from a rollout, as plain numbers.
 
     Returns:
       `metrics` (names of the training log), `positions` (mean |gap| by token index in the answer), `sites` (per site and
-      layer, the figures of the audit; FP4 only), and `verdict`.
+      layer, the figures of the audit; FP4 only), and `gap`, the size of the gap: small, risky or large.
     """
     setup = opened.setup(precision_config(opened.config, rollout.precision, method))
     trajectories = with_record(rollout.trajectories, setup)
@@ -78,7 +77,7 @@ def method_report(opened: OpenPolicy, rollout: PrecisionRollout, method: str) ->
         "metrics": metrics,
         "positions": _positions(trajectories, measured.logp, rollout.max_length),
         "sites": sites,
-        "verdict": verdict(metrics["token_mult_prob_error"]),
+        "gap": gap_size(metrics["token_mult_prob_error"]),
     }
 
 
@@ -91,13 +90,6 @@ def with_record(trajectories: Trajectories, setup: Setup) -> Trajectories:
     kept = {name: site for name, site in full.record.sites.items() if name in capture.sites}
     record = replace(full.record, sites=kept).to_compact(capture.kind, capture.layers)  # pyright: ignore[reportArgumentType]
     return trajectories.replace(guidance=record)
-
-
-def verdict(token_mult_prob_error: float) -> str:
-    """`safe`, `risky` or `unsafe`, from mean(exp |gap|)."""
-    if not np.isfinite(token_mult_prob_error):
-        return "unsafe"
-    return "safe" if token_mult_prob_error <= SAFE else "risky" if token_mult_prob_error <= RISKY else "unsafe"
 
 
 def measure_mismatch(
@@ -113,7 +105,7 @@ def measure_mismatch(
     seed: int = 0,
     announce: Announce = unannounced,
 ) -> dict[str, Any]:
-    """The whole report: per precision the pass rate, per method the divergence.
+    """The whole report: per precision the pass rate and, below BF16, `verdict` and `answer`; per method the divergence.
 
     Args:
       path: run directory or checkpoint.
@@ -143,7 +135,7 @@ def measure_mismatch(
             "split": None if cache is not None else split or config.eval.split,
             "cache": None if cache is None else str(cache),
             "seed": seed,
-            "limits": {"token_mult_prob_error": {"safe": SAFE, "risky": RISKY}},
+            "limits": {"token_mult_prob_error": {"small": SMALL, "risky": RISKY}},
             "precisions": {},
         }
         done, total = 0, sum(1 + len(found) for found in plan.values())
@@ -175,6 +167,9 @@ def measure_mismatch(
                 "reward_mean": rollout.reward_mean,
                 "methods": by_method,
             }
+        measured = report["precisions"]
+        for precision in (name for name in measured if name != "bf16"):
+            measured[precision] |= judge(precision, measured[precision], measured.get("bf16"))
         return report
     finally:
         opened.task.close()

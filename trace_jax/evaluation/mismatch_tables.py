@@ -11,13 +11,10 @@ from rich.text import Text
 
 from trace_jax.terminal import result_console
 
-UNGUIDED = ("naive", "qat")
-"""Methods of the trainer that read no record, the simplest first."""
-
 POSITION_COLUMNS, LAYER_COLUMNS = 8, 5
 """Columns at most; longer answers and deeper models are shown in ranges."""
 
-STYLES = {"safe": "bold green", "risky": "bold yellow", "unsafe": "bold red"}
+STYLES = {"small": "bold green", "risky": "bold yellow", "large": "bold red"}
 
 
 def print_mismatch(report: Mapping[str, Any]) -> None:
@@ -41,31 +38,13 @@ def print_mismatch(report: Mapping[str, Any]) -> None:
 
 
 def answers(report: Mapping[str, Any]) -> list[str]:
-    """The answer: the rule of the verdict, then per precision below BF16 whether it is safe, and what to do."""
+    """The rules, then per precision below BF16 whether the model can move there, and with which method."""
     limits = report["limits"]["token_mult_prob_error"]
-    lines = [f"Verdict by exp|gap|: safe up to {limits['safe']}, risky up to {limits['risky']}, unsafe above."]
-    lines += [_answer(precision, entry["methods"]) for precision, entry in report["precisions"].items() if precision != "bf16"]
-    lines.append(
-        "This compares trainer and rollout. Whether the rounded model answers as well is the pass@1 column: compare it with bf16's."
+    rules = (
+        f"Gap by exp|gap|: small up to {limits['small']}, risky up to {limits['risky']}, large above. "
+        "A pass@1 whose 95 % interval lies below bf16's is a loss, whatever the gap."
     )
-    return lines
-
-
-def _answer(precision: str, methods: Mapping[str, Any]) -> str:
-    safe = [name for name, result in methods.items() if result["verdict"] == "safe"]
-    error = {name: result["metrics"]["token_mult_prob_error"] for name, result in methods.items()}
-    unguided = [name for name in safe if name in UNGUIDED]
-    if unguided:
-        return f"{precision}: safe without guidance. Next: train with method={unguided[0]} (exp|gap| {error[unguided[0]]:.3f})."
-    if safe:
-        without = [f"{name} {error[name]:.3f}" for name in methods if name in UNGUIDED]
-        contrast = f"; without it the gap is too wide: {', '.join(without)}" if without else ""
-        return f"{precision}: safe with guidance. Next: train with method={safe[0]} (exp|gap| {error[safe[0]]:.3f}{contrast})."
-    best = min(methods, key=lambda name: (error[name] != error[name], error[name]))
-    return (
-        f"{precision}: {methods[best]['verdict']}; the closest trainer measured is {best} (exp|gap| {error[best]:.3f}). "
-        "Next: record more (method=trace_full), or keep the rollout in bf16."
-    )
+    return [rules, *(entry["answer"] for precision, entry in report["precisions"].items() if precision != "bf16")]
 
 
 def _summary(report: Mapping[str, Any]) -> Table:
@@ -73,7 +52,7 @@ def _summary(report: Mapping[str, Any]) -> Table:
     table = _table(f"Is it safe to move {report['policy']} to FP4? ({report['task']}, {answered})")
     for name in ("rollout", "pass@1 [95 %]", "trainer"):
         table.add_column(name, no_wrap=True)
-    for name in ("KL (k3)", "mean gap", "largest", "exp|gap|", "same routing", "verdict"):
+    for name in ("KL (k3)", "mean gap", "largest", "exp|gap|", "same routing", "gap"):
         table.add_column(name, justify="right", no_wrap=True)
     for precision, entry in report["precisions"].items():
         rate = f"{entry['pass_at_1']:.3f} [{entry['pass_at_1_low']:.3f}, {entry['pass_at_1_high']:.3f}]"
@@ -89,7 +68,7 @@ def _summary(report: Mapping[str, Any]) -> Table:
                 f"{metrics['train_rollout_logprob_abs_diff_max']:.3f}",
                 f"{metrics['token_mult_prob_error']:.4f}",
                 "-" if routing is None else f"{routing:.1%}",
-                Text(result["verdict"], STYLES[result["verdict"]]),
+                Text(result["gap"], STYLES[result["gap"]]),
             )
         table.add_section()
     return table

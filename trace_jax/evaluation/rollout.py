@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from trace_jax.evaluation.open_policy import OpenPolicy, open_policy
 from trace_jax.evaluation.pass_rate import FIRST_SAMPLE
 from trace_jax.files import require_writable
 from trace_jax.guidance.cache import GuidanceCache
+from trace_jax.guidance.cache_index import INDEX_NAME
 from trace_jax.rollout.engine import generate
 from trace_jax.rollout.prompts import make_requests, score
 from trace_jax.rollout.storage import json_rows, write_jsonl
+from trace_jax.rollout.trajectories import Trajectories
 from trace_jax.terminal import Announce, unannounced
 from trace_jax.train.setup import initial_policy, sync_weights
 
@@ -40,19 +43,17 @@ def generate_rollouts(
       save_cache: folder for the trajectories with their guidance record and full-code audit; must not exist or be empty.
 
     Raises:
-      UserError: an output exists, or the source cannot be read.
+      UserError: an output exists or cannot be written, a cache is asked of a method that records nothing, or the source cannot
+        be read.
     """
-    if out.exists():
-        raise UserError(f"{out} exists; choose another --out, nothing is overwritten")
-    if save_cache is not None and save_cache.exists() and (not save_cache.is_dir() or any(save_cache.iterdir())):
-        raise UserError(f"{save_cache} is not an empty folder; choose another --save-cache")
-    for path in (out, save_cache) if save_cache is not None else (out,):
-        require_writable(path)
+    _require_outputs(out, save_cache)
     announce(f"reading {source}")
     opened = _open(source, overrides)
     config = opened.config
     split = split or config.eval.split
     try:
+        if save_cache is not None and config.guidance.record == "none":
+            raise UserError(f"method {config.method} records no guidance to save; add method=trace, or leave --save-cache out")
         setup = opened.setup(config)
         rows = opened.task.rows(split)[: max_prompts or config.eval.max_prompts]
         requests = make_requests(
@@ -69,8 +70,6 @@ def generate_rollouts(
         sync_weights(engine, setup, opened.params, opened.multipliers, 0)
         trajectories = generate(engine, requests)
         engine.close()
-        if save_cache is not None and trajectories.guidance is None:
-            raise UserError(f"method {config.method} records no guidance to save; add method=trace, or leave --save-cache out")
         scored = score(trajectories, [row for row in rows for _ in range(config.rollout.group_size)], opened.task, setup.tokenizer)
     finally:
         opened.task.close()
@@ -84,12 +83,12 @@ def generate_rollouts(
         "pass_rate": float(scored.correct[verified].mean()) if verified.any() else float("nan"),
         "verifier_errors": scored.verifier_errors,
     }
-    if save_cache is not None:
-        cache = GuidanceCache.open(save_cache, config.guidance.cache_budget_mb << 20)
-        cache.put(scored.trajectories)
-        result |= {"cache": str(save_cache), "cache_bytes": cache.stats().bytes}
+    # The answers first: they are of use without the cache, and the cache is not without them.
     out.parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(out, json_rows(scored.trajectories, setup.tokenizer))
+    if save_cache is not None:
+        size = _save_cache(save_cache, scored.trajectories, config.guidance.cache_budget_mb << 20)
+        result |= {"cache": str(save_cache), "cache_bytes": size}
     return result
 
 
@@ -97,6 +96,31 @@ def print_rollouts(result: dict[str, Any]) -> None:
     """A line per figure on stdout."""
     for name, value in result.items():
         print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+
+
+def _require_outputs(out: Path, save_cache: Path | None) -> None:
+    if out.exists():
+        raise UserError(f"{out} exists; choose another --out, nothing is overwritten")
+    require_writable(out)
+    if save_cache is None:
+        return
+    if save_cache.exists() and (not save_cache.is_dir() or any(save_cache.iterdir())):
+        raise UserError(f"{save_cache} is not an empty folder; choose another --save-cache")
+    require_writable(save_cache / INDEX_NAME)  # in the folder, which may be there already
+    answers, cache = out.resolve(), save_cache.resolve()
+    if answers.is_relative_to(cache) or cache.is_relative_to(answers):
+        raise UserError(f"--out {out} and --save-cache {save_cache} lie in each other; choose places apart")
+
+
+def _save_cache(directory: Path, trajectories: Trajectories, budget_bytes: int) -> int:
+    """Writes the whole cache or leaves no folder; returns its bytes."""
+    try:
+        cache = GuidanceCache.open(directory, budget_bytes)
+        cache.put(trajectories)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)  # it was absent or empty before
+        raise
+    return cache.stats().bytes
 
 
 def _open(source: Path, overrides: Sequence[str]) -> OpenPolicy:

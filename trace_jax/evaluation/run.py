@@ -10,8 +10,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from trace_jax.errors import UserError
 from trace_jax.evaluation.open_policy import OpenPolicy, open_policy, precision_config
 from trace_jax.evaluation.pass_rate import PassRate, measure_pass_rate
+from trace_jax.evaluation.precision_name import rollout_precision
 from trace_jax.terminal import Announce, result_console, unannounced
 from trace_jax.train.setup import sync_weights
 
@@ -32,46 +34,51 @@ def evaluate_policy(
     """Measures a policy on a split of its task; None takes the stored setting.
 
     Returns:
-      The fields of `PassRate`, and `policy`, `task`, `split`, `precision`, `greedy`, `temperature`.
+      The fields of `PassRate`, and `policy`, `task`, `split`, `precision`, `greedy`, `temperature` (0 if greedy), `seed`.
+
+    Raises:
+      UserError: a setting is wrong, or greedy answers are asked for more than once per prompt.
     """
     announce(f"reading {path}")
     opened = open_policy(path, overrides, task)
     try:
         config = opened.config
-        split = split or config.eval.split
+        split, samples = split or config.eval.split, samples or config.eval.samples
+        temperature = 0.0 if greedy or config.eval.greedy else config.rollout.temperature
+        if temperature == 0 and samples > 1:
+            raise UserError(f"{samples} greedy answers to one prompt are all the same; write --samples 1, or sample instead")
         announce(f"generating and verifying answers, {split} split, {precision or 'own precision'}")
         result = pass_rate_at(
             opened,
             precision,
             split=split,
-            samples=samples or config.eval.samples,
+            samples=samples,
             max_prompts=max_prompts or config.eval.max_prompts,
-            greedy=greedy or config.eval.greedy,
+            temperature=temperature,
             seed=seed,
         )
     finally:
         opened.task.close()
-    rollout = config.rollout
-    own = f"weights {rollout.weights}, activations {rollout.activations}, k {rollout.kv_cache.k}, v {rollout.kv_cache.v}"
     return asdict(result) | {
         "policy": str(path),
         "task": config.task.name,
         "split": split,
-        "precision": precision or own,
-        "temperature": 0.0 if greedy else rollout.temperature,
+        "precision": precision or rollout_precision(config.rollout),
+        "greedy": temperature == 0,
+        "temperature": temperature,
         "seed": seed,
     }
 
 
 def pass_rate_at(
-    opened: OpenPolicy, precision: str | None, *, split: str, samples: int, max_prompts: int | None, greedy: bool = False, seed: int = 0
+    opened: OpenPolicy, precision: str | None, *, split: str, samples: int, max_prompts: int | None, temperature: float, seed: int
 ) -> PassRate:
     """The pass rate of an opened policy at a precision (None: the config's own), in a fresh engine."""
     config = opened.config if precision is None else precision_config(opened.config, precision, "naive")
     setup = opened.setup(config)
     engine = setup.engine()
     sync_weights(engine, setup, opened.params, opened.multipliers, 0)
-    sampling = replace(setup.sampling, temperature=0.0) if greedy else setup.sampling
+    sampling = replace(setup.sampling, temperature=temperature)
     try:
         return measure_pass_rate(
             engine, setup.task, setup.tokenizer, sampling, split=split, samples=samples, max_prompts=max_prompts, seed=seed
@@ -93,6 +100,7 @@ def print_pass_rate(result: dict[str, Any]) -> None:
     name = "pass@1" if result["samples"] == 1 else f"avg@{result['samples']}"
     rows = {
         "rollout precision": str(result["precision"]),
+        "sampling": "greedy" if result["greedy"] else f"temperature {result['temperature']:g}",
         f"{name} [95 %]": f"{result['pass_at_1']:.3f} [{result['low']:.3f}, {result['high']:.3f}]",
         "mean reward": f"{result['reward_mean']:.3f}",
         "prompts x answers": f"{result['prompts']} x {result['samples']}",

@@ -117,7 +117,7 @@ class BatchStore:
         if nbytes > self.budget_bytes:
             raise UserError(
                 f"one batch of {len(samples)} samples takes {nbytes} bytes, more than the cache's budget of {self.budget_bytes}; "
-                "raise budget_bytes or record fewer layers"
+                "raise guidance.cache_budget_mb or record fewer layers"
             )
         self.forget(samples)
         self._make_room(nbytes)

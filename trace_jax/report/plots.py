@@ -5,7 +5,7 @@ With one run colours tell the lines apart; with several each run has one colour 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +39,9 @@ class Line:
     linestyle: str = "-"
     smooth: bool = True
 
+
+NAMES = {"pass_at_1": "pass rate", "reward_mean": "reward"}
+"""What an evaluation measured, in words."""
 
 Lines = Sequence[Line] | Callable[[Run], Sequence[Line]]
 
@@ -105,17 +108,18 @@ def draw_reward(axes: "Axes", runs: Sequence[Run]) -> None:
     if not drawn:
         not_recorded(axes)
         return
-    axes.set_ylabel("reward (line), pass rate (points)" if any(run.evaluations() for run in runs) else "reward")
+    points = sorted({NAMES[what] for run in runs for _, what in run.evaluations()[:1]})
+    axes.set_ylabel(f"reward (line), {' and '.join(points)} (points)" if points else "reward")
     integer_steps(axes)
     legend(axes)
 
 
 def draw_evaluation(axes: "Axes", run: Run, split: str, what: str, points: Series, color: str, label: str) -> None:
-    """Evaluation points joined by a line, with bars where the interval was recorded."""
+    """Evaluation points, with bars where the interval was recorded."""
     low, high = interval(run, split, what, points)
     errors = np.stack([points.values - low, high - points.values])
     axes.errorbar(
-        points.steps, points.values, errors, fmt="o-", color=color, markersize=6, markeredgecolor="white", linewidth=1.2,
+        points.steps, points.values, errors, fmt="o", color=color, markersize=6, markeredgecolor="white",
         elinewidth=1.4, capsize=0, zorder=4, label=label,
     )  # fmt: skip
 
@@ -162,14 +166,10 @@ def draw_audit(axes: "Axes", runs: Sequence[Run], what: str, *, unit: str, log: 
     legend(axes)
 
 
-def mismatch_lines(run: Run, *, medians: bool = False) -> tuple[Line, ...]:
+def mismatch_lines(run: Run) -> tuple[Line, ...]:
     """The KL of the forward that trains, named for what it is, and of the forward without guidance."""
-    unguided = "unguided/rollout_corr/k3_kl"
     trains = "guided forward" if run.guided() else "training forward, not guided"
-    lines = (Line("rollout_corr/k3_kl", trains, BLUE, "-"), Line(unguided, "unguided forward", ORANGE, "--"))
-    if not medians:
-        return lines
-    return tuple(replace(line, label=f"{line.label}, median {run.series(line.key).median():.1e}") for line in lines)
+    return (Line("rollout_corr/k3_kl", trains, BLUE, "-"), Line("unguided/rollout_corr/k3_kl", "unguided forward", ORANGE, "--"))
 
 
 GAP_LINES = (

@@ -72,8 +72,8 @@ class Run:
         return sites or ({"record": float(whole.values[-1])} if whole else {})
 
     def guided(self) -> bool:
-        """Whether the forward that trains was guided by the rollout's record."""
-        return bool(self.keys("guidance/") or self.keys("unguided/"))
+        """Whether the forward that trains was guided by the rollout's record; audits are made with any trainer."""
+        return any(not key.startswith("guidance/audit/") for key in (*self.keys("guidance/"), *self.keys("unguided/")))
 
     def evaluations(self) -> list[tuple[str, str]]:
         """The recorded evaluations as (split, what), pass_at_1 before reward_mean."""

@@ -44,6 +44,11 @@ def import_callable(path: str, key: str) -> Callable[..., Any]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; the nearest is 'x'`, or nothing when no known name is similar."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; the nearest is {close[0]!r}" if close else ""
+    """`; the nearest is 'x'`: the name that shares most words and letters, or nothing when none shares a word or half of the letters."""
+    words = set(name.lower().split("_")) - {""}
+
+    def closeness(other: str) -> float:
+        return len(words & set(other.lower().split("_"))) + difflib.SequenceMatcher(None, other.lower(), name.lower()).ratio()
+
+    best = max(known, key=closeness, default="")
+    return f"; the nearest is {best!r}" if closeness(best) >= 0.5 else ""

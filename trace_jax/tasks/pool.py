@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from trace_jax.tasks.row import TIMEOUT, Row, Verdict
 from trace_jax.tasks.verifiers import VerifierSpec
+from trace_jax.tasks.worker_output import LineLimit
 from trace_jax.tasks.worker_process import VerifierWorker, WorkerDied
 
 Item: TypeAlias = tuple[str, Row]
@@ -38,6 +39,7 @@ class VerifierPool:
 
     def __init__(self, spec: VerifierSpec, timeout_s: float, workers: int):
         self.spec, self.timeout_s, self.workers = spec, timeout_s, workers
+        self._output = LineLimit(spec.name)
         self._alive: set[VerifierWorker] = set()
         self._free: list[VerifierWorker] = []
         self._slots = threading.BoundedSemaphore(workers)
@@ -108,7 +110,7 @@ class VerifierPool:
                 # A worker that died while idle has failed nobody: just replace it.
                 if worker is not None:
                     self._drop(worker)
-                worker = VerifierWorker(self.spec, self.timeout_s)
+                worker = VerifierWorker(self.spec, self.timeout_s, self._output)
                 with self._lock:
                     self._alive.add(worker)
             try:

@@ -24,7 +24,7 @@ def reasoning_gym_data(name: str, params: Mapping[str, Any], seed: int) -> Any:
       seed: used unless `params` has its own.
 
     Raises:
-      UserError: package missing, unknown data set or parameter (the nearest name is given), refused value.
+      UserError: package missing, unknown data set or parameter (a near name is given where there is one), refused value.
     """
     try:
         with warnings.catch_warnings():
@@ -34,7 +34,7 @@ def reasoning_gym_data(name: str, params: Mapping[str, Any], seed: int) -> Any:
     except ImportError as error:
         raise UserError(f"task {PREFIX}{name} needs the package reasoning-gym; install it with pip install reasoning-gym") from error
     if name not in DATASETS:
-        raise UserError(f"reasoning_gym has no data set {name!r}{nearest(name, DATASETS)}; write {PREFIX}NAME in task.name")
+        raise UserError(f"reasoning_gym has no data set {name!r}{nearest(name, DATASETS)}; take one of reasoning_gym.factory.DATASETS")
     fields = {entry.name for entry in dataclasses.fields(DATASETS[name][1])}
     for key in params:
         if key not in fields:

@@ -5,8 +5,8 @@
 3. End of stdin ends the process. So does the death of the parent, which a thread watches; and if the interpreter is stuck in C
    code, so does a kernel timer that fires some seconds after the parent's own timeout would have killed us.
 
-What verifiers print goes to stderr. No jax in here. No module of the package may import this one: Python warns when the module
-that `-m` runs is loaded already.
+What verifiers print goes to stderr, line by line. No jax in here. No module of the package may import this one: Python warns
+when the module that `-m` runs is loaded already.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 
@@ -33,6 +34,7 @@ def main() -> None:
     """Serves until the parent is gone."""
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(2, 1)
+    sys.stdout = sys.stderr
     threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
     first = read_frame(requests)
     if first is None:

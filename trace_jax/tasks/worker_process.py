@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import select
@@ -10,13 +11,17 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 from trace_jax.errors import UserError
 from trace_jax.tasks.frames import HEADER, frame
 from trace_jax.tasks.verifiers import VerifierSpec
+from trace_jax.tasks.worker_output import LineLimit, OutputReader
 
 START_TIMEOUT_S = 120.0
+
+OUTPUT_TIMEOUT_S = 1.0
+"""Seconds for the last lines of a worker that ended; a process that it left behind may hold its stderr open for longer."""
 
 
 class WorkerDied(Exception):
@@ -24,21 +29,23 @@ class WorkerDied(Exception):
 
 
 class VerifierWorker:
-    """One worker process and its pipes; used by one thread at a time."""
+    """One worker process and its pipes; used by one thread at a time. What it prints goes through `limit`."""
 
-    def __init__(self, spec: VerifierSpec, timeout_s: float):
+    def __init__(self, spec: VerifierSpec, timeout_s: float, limit: LineLimit):
         """Starts the process; `wait_ready` tells when it can serve."""
         warnings = ["-W", "ignore"] if spec.built_in else []
         self.process = subprocess.Popen(
             [sys.executable, "-P", *warnings, "-m", "trace_jax.tasks.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._stdin, self._stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
+        self._output = OutputReader(cast(io.FileIO, self.process.stderr), limit)
         os.set_blocking(self._stdin, False)
         os.set_blocking(self._stdout, False)
         self._received = bytearray()
@@ -57,7 +64,11 @@ class VerifierWorker:
             self.send(pickle.dumps(self._hello), START_TIMEOUT_S)
             state, reason = self.receive(START_TIMEOUT_S)
         except (TimeoutError, WorkerDied) as error:
-            raise UserError(f"the verifier's worker process did not start ({error}); mend what its messages on stderr name") from error
+            self.kill()
+            reason = f"{error}: {self._output.last}" if self._output.last else str(error)
+            raise UserError(
+                f"the verifier's worker process did not start ({reason}); mend task.reward or the Python installation"
+            ) from error
         if state != "ready":
             raise UserError(reason)
         self._ready = True
@@ -97,6 +108,7 @@ class VerifierWorker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+        self._output.join(OUTPUT_TIMEOUT_S)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()

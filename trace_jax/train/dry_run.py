@@ -23,19 +23,24 @@ def plan_run(config: Config) -> dict[str, Any]:
     Returns:
       The resolved `config`, and the `memory` plan.
     """
-    setup = build_setup(config) if config.model.source is None else initial_policy(config)[0]
+    if config.model.source is None:
+        setup, multipliers = build_setup(config), {}  # the memory plan needs no random parameters
+    else:
+        setup, _, multipliers = initial_policy(config)
     try:
-        _require_rows(setup)
+        _require_rows(setup, calibrates=not multipliers)
         return {"config": config.model_dump(mode="json"), "memory": memory_plan(setup)}
     finally:
         setup.task.close()
 
 
-def _require_rows(setup: Setup) -> None:
-    """The questions of a run are there, and the tokenizer takes the worked answers of the calibration."""
-    setup.task.rows(setup.config.eval.split)
-    for row in setup.task.prompts("train", 0, setup.config.calibration.prompts):
-        worked_example(row, setup.tokenizer)
+def _require_rows(setup: Setup, *, calibrates: bool) -> None:
+    """The questions of a run are there, and the tokenizer takes the worked answers if they calibrate the multipliers."""
+    for split in ("train", setup.config.eval.split):
+        setup.task.rows(split)
+    if calibrates:
+        for row in setup.task.prompts("train", 0, setup.config.calibration.prompts):
+            worked_example(row, setup.tokenizer)
 
 
 def print_plan(config: Config, memory: Mapping[str, float]) -> None:

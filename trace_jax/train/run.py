@@ -84,7 +84,8 @@ def _run(config: Config, directory: Path, checkpoints: Checkpoints, stop: StopRe
     last = checkpoints.latest() if resume else None
     learner = _started(config) if last is None else _resumed(config, checkpoints, last)
     with closing(learner.engine), closing(learner.setup.task):
-        learner.setup.task.rows(config.eval.split)  # an empty split is refused before anything is written
+        for split in ("train", config.eval.split):
+            learner.setup.task.rows(split)  # an empty one is refused before anything is written
         if stop.asked:
             return {}
         if resume:

@@ -92,9 +92,11 @@ def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = N
         family, model_config = loaded_model
         _require_agreement(config, model_config)
     if model_config.vocab_size < tokenizer.vocab_size:
+        model = "model.config" if loaded_model is None else "the loaded policy"
+        remedy = "raise it or choose another tokenizer" if loaded_model is None else "choose the tokenizer the policy was trained with"
         raise UserError(
-            f"model.config.vocab_size={model_config.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of tokenizer "
-            f"{config.tokenizer!r}; raise it or choose the tokenizer the model was trained with"
+            f"vocab_size={model_config.vocab_size} of {model} is smaller than the {tokenizer.vocab_size} tokens of tokenizer "
+            f"{config.tokenizer!r}; {remedy}"
         )
     policy = Policy(
         family, model_config, COMPUTE_DTYPES[config.model.compute_dtype], config.model.experts_implementation, config.train.remat
@@ -154,8 +156,10 @@ def initial_policy(config: Config) -> tuple[Setup, Params, Multipliers]:
         return setup, params, {}
     path = Path(source)
     if (path / "config.json").is_file():
-        family, model_config, params = load_hf_directory(path)
-        return build_setup(config, (family, model_config)), jax.tree.map(jnp.asarray, params), {}
+        family, model_config, loaded_params = load_hf_directory(path)
+        params = jax.tree.map(jnp.asarray, loaded_params)
+        require_finite(params, source)
+        return build_setup(config, (family, model_config)), params, {}
     loaded = load_policy(path)
     require_finite(loaded.params, source)
     return build_setup(config, (loaded.policy.family, loaded.policy.config)), loaded.params, loaded.multipliers
@@ -165,7 +169,7 @@ def require_finite(params: Params, where: object) -> None:
     """Raises UserError naming the first parameter that holds a NaN or an infinity."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not bool(jnp.all(jnp.isfinite(leaf))):
-            raise UserError(f"{where}: parameter {jax.tree_util.keystr(path)} holds NaN or Inf; use an earlier checkpoint")
+            raise UserError(f"{where}: parameter {jax.tree_util.keystr(path)} holds NaN or Inf; use an undamaged checkpoint")
 
 
 def calibrated(setup: Setup, params: Params) -> Multipliers:

@@ -69,7 +69,7 @@ def batch_width(rows: Sequence[Row], tokenizer: Tokenizer, context: int) -> int:
         row = rows[lengths.index(longest)]
         raise UserError(
             f"prompt {row.prompt_id} ({shorten(' '.join(row.question.split()), 60)!r}) has {longest} tokens with its worked answer, more "
-            f"than the context of {context} (model.config.max_position); raise it, or remove the row from the task"
+            f"than the context of {context} (max_position of the model); shorten the row, or remove it from the task"
         )
     return -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 

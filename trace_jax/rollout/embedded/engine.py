@@ -60,8 +60,7 @@ class EmbeddedEngine:
         for request in requests:
             if request.tokens.min() < 0 or request.tokens.max() >= vocabulary:
                 raise UserError(
-                    f"prompt {request.prompt_id} holds token ids outside 0..{vocabulary - 1}; "
-                    "use the tokenizer that belongs to the model, or a model.config.vocab_size that covers it"
+                    f"prompt {request.prompt_id} holds token ids outside 0..{vocabulary - 1}; use the tokenizer that belongs to the model"
                 )
             if request.tokens.size + request.max_new_tokens > context:
                 raise UserError(
