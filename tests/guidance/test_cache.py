@@ -96,7 +96,7 @@ def test_budget_may_be_reduced_at_restart(tmp_path):
 
 def test_what_cannot_be_stored_is_refused(folder):
     cache = open_cache(folder, 5000)
-    with pytest.raises(UserError, match="raise budget_bytes"):
+    with pytest.raises(UserError, match="raise guidance.cache_budget_mb"):
         cache.put(random_trajectories([200]))
     with pytest.raises(ValueError, match="^guidance: the trajectories carry no record"):
         cache.put(random_trajectories([2], guidance=None))

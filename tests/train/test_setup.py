@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,8 +65,12 @@ def test_a_config_that_contradicts_its_source(make_config, cold_start):
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer(make_config):
-    with pytest.raises(UserError, match=r"model\.config\.vocab_size=100 is smaller than the 131 tokens of tokenizer 'ascii'"):
+    with pytest.raises(UserError, match=r"vocab_size=100 of model\.config is smaller than the 131 tokens of tokenizer 'ascii'; raise it"):
         build_setup(make_config("model.config.vocab_size=100"))
+    setup = build_setup(make_config())
+    loaded = (setup.policy.family, dataclasses.replace(setup.policy.config, vocab_size=100))
+    with pytest.raises(UserError, match=r"vocab_size=100 of the loaded policy .*; choose the tokenizer the policy was trained with"):
+        build_setup(make_config("model.config={}", "model.source=elsewhere"), loaded)
 
 
 def test_a_source_without_a_checkpoint(make_config, tmp_path):

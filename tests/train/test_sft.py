@@ -56,8 +56,8 @@ def test_an_example_beyond_the_context_is_refused_by_name():
     with pytest.raises(UserError) as caught:
         batch_width(rows, ASCII, 17)
     assert str(caught.value) == (
-        "prompt 8 ('two lines') has 18 tokens with its worked answer, more than the context of 17 (model.config.max_position); "
-        "raise it, or remove the row from the task"
+        "prompt 8 ('two lines') has 18 tokens with its worked answer, more than the context of 17 (max_position of the model); "
+        "shorten the row, or remove it from the task"
     )
 
 

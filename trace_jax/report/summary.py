@@ -23,9 +23,9 @@ def summary_table(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
             "Training reward, last 10 steps",
             [_number((run.series("reward/mean") or run.series("reward/pass_rate")).tail_mean()) for run in runs],
         ),
-        ("KL (k3) of the forward that trains, median of all steps", [_training_kl(run) for run in runs]),
+        ("KL (k3) of the forward that trains, median", [_training_kl(run) for run in runs]),
         (
-            "KL (k3) of the unguided forward, median of all steps",
+            "KL (k3) of the unguided forward, median",
             [_number(run.series("unguided/rollout_corr/k3_kl").median(), "{:.2e}") for run in runs],
         ),
         ("Largest log-prob gap", [_number(_largest(run, "train_rollout_logprob_abs_diff_max"), "{:.2f}") for run in runs]),
