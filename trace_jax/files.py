@@ -10,6 +10,9 @@ from pathlib import Path
 
 from trace_jax.errors import UserError
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk and an exhausted quota."""
+
 
 def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], *, parents: bool = False) -> None:
     """Write a file so that it is either complete under its name or absent; an older file stays until the new one is whole.
@@ -44,7 +47,7 @@ def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], *, parents: b
 def is_full_disk(error: BaseException | None) -> bool:
     """Whether an error is, or was caused by, a full disk or an exhausted quota; storage libraries only say so in their text."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
             return True
         if "No space left" in str(error) or "Disk quota" in str(error):
             return True

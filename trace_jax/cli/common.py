@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from trace_jax.cli.progress import Display, display
 from trace_jax.cli.versions import installed_version_problem
 from trace_jax.errors import UserError
-from trace_jax.files import is_full_disk
+from trace_jax.files import FULL_DISK, is_full_disk
 
 Result = TypeVar("Result", bound=Mapping[str, Any])
 
@@ -51,7 +51,9 @@ def exit_code_of(error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     if is_full_disk(error):
-        return _refuse(f"no space left on the device ({error}); free some space or choose another folder")
+        full = _caused_by(error, FULL_DISK)
+        where = full.filename if full is not None and full.filename else "a file"
+        return _refuse(f"no space left on the device while writing {where}; free some space or choose another folder")
     bad = _caused_by(error, BAD_PATH)
     if bad is not None and bad.filename is not None:
         return _refuse(f"{os.fsdecode(bad.filename)}: {bad.strerror}; choose another path, or change its permissions")
