@@ -20,7 +20,7 @@ from pallas_kernels.guided_fake_quant.api import guided_fake_quant
 from pallas_kernels.multiplier import decode_multiplier
 from pallas_kernels.packing import mantissa_bits, pack_bits, pack_codes, unpack_bits, unpack_codes
 from pallas_kernels.quantize.api import quantize
-from pallas_kernels.rounding import count_nonfinite, round_to_bf16
+from pallas_kernels.rounding import as_stored, count_nonfinite, keep_rounding, round_to_bf16
 
 __all__ = [
     "MXFP4",
@@ -28,6 +28,7 @@ __all__ = [
     "BlockFormat",
     "Guide",
     "Quantized",
+    "as_stored",
     "block_format",
     "count_nonfinite",
     "decode_multiplier",
@@ -35,6 +36,7 @@ __all__ = [
     "fake_quant",
     "fake_quant_fp8",
     "guided_fake_quant",
+    "keep_rounding",
     "mantissa_bits",
     "pack_bits",
     "pack_codes",

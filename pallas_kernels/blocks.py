@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.formats import BlockFormat
+from pallas_kernels.rounding import as_stored
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -25,7 +26,7 @@ def pad_last(x: Shaped[Array, "*rows d"], size: int) -> Shaped[Array, "*rows siz
 def split_blocks(x: Float[Array, "*rows d"], fmt: BlockFormat) -> Float[Array, "*rows blocks block"]:
     """x in float32, cut into whole blocks."""
     count = fmt.scales_bytes(x.shape[-1])
-    return pad_last(x, count * fmt.block).astype(jnp.float32).reshape((*x.shape[:-1], count, fmt.block))
+    return pad_last(as_stored(x), count * fmt.block).reshape((*x.shape[:-1], count, fmt.block))
 
 
 def join_blocks(blocks: Shaped[Array, "*rows blocks block"], size: int) -> Shaped[Array, "*rows d"]:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arithmetic import INFINITY_BITS, SMALLEST_NORMAL, bits_float, e4m3_code, e4m3_value, float_bits, magnitude_bits
 from pallas_kernels.blocks import check_input, join_blocks, pad_last
+from pallas_kernels.rounding import as_stored
 
 _SIGN_BIT = -0x80000000
 
@@ -40,7 +41,7 @@ def fake_quant_fp8(x: Float[Array, "*rows d"], *, block: int | None = 128) -> Fl
 def _fake_quant_fp8(x, block):
     size = x.shape[-1]
     count = -(-size // block)
-    blocks = pad_last(x, count * block).astype(jnp.float32).reshape((*x.shape[:-1], count, block))
+    blocks = pad_last(as_stored(x), count * block).reshape((*x.shape[:-1], count, block))
     magnitudes = magnitude_bits(blocks)
     amax = jnp.max(magnitudes, axis=-1, keepdims=True)
     # 448 = 1.75 * 2^8: one more exponent step if the mantissa of amax lies above that of 1.75.

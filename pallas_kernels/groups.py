@@ -22,7 +22,7 @@ from pallas_kernels import ladder, reciprocal
 from pallas_kernels.blocks import pad_last
 from pallas_kernels.formats import BlockFormat
 
-_GPU_TILE = 128  # one group a thread
+_GPU_TILE = 128  # one group a thread; never less, so that a thread owns whole octets (`pairs`)
 _GPU_WARPS = _GPU_TILE // 32
 _INTERPRET_PROGRAMS = 16  # an interpreted program costs about half a millisecond whatever it does
 _LARGEST_OFFSET = 2**31 - 1
@@ -79,11 +79,6 @@ class Groups:
             groups = jax.lax.bitcast_convert_type(groups.reshape(-1, width // size, size), jnp.uint16 if size == 2 else jnp.uint32)
         return groups[:, 0] if groups.shape[1] == 1 else groups
 
-    def to_bytes(self, words: UInt[Array, "..."], length: int) -> UInt8[Array, "*rows length"]:
-        """The first `length` bytes of every row of the words of a kernel."""
-        packed = words if words.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(words, jnp.uint8)
-        return self.to_last(packed.reshape(words.shape[0], -1), length)
-
     def from_rows(self, value: Shaped[Array, "*m"]) -> Shaped[Array, " n"]:
         """A scalar as [1], or a row value (one axis for every leading axis) as one entry for each group."""
         if value.size == 1:
@@ -102,17 +97,28 @@ class Groups:
             return pl.BlockSpec((1,), lambda i: (0,)) if array.shape[0] == 1 else pl.BlockSpec((self.tile,), lambda i: (i,))
         return pl.BlockSpec((self.tile, array.shape[1]), lambda i: (i, 0))
 
-    def call(self, body, inputs, outputs):
-        """Runs `body(*input_refs, *output_refs)` once for each tile."""
+    def call(self, body, inputs, outputs, whole=()):
+        """Runs `body(*input_refs, *whole_refs, *output_refs)` once for each tile; arrays in `whole` are not cut into tiles."""
         return pl.pallas_call(
             body,
             grid=(self.padded // self.tile,),
-            in_specs=[self.spec(array) for array in inputs],
+            in_specs=[self.spec(array) for array in inputs] + [pl.BlockSpec(memory_space=pl.ANY) for _ in whole],
             out_specs=[self.spec(array) for array in outputs],
             out_shape=list(outputs),
             compiler_params=pltriton.CompilerParams(num_warps=_GPU_WARPS),
             interpret=self.interpret,
-        )(*inputs)
+        )(*inputs, *whole)
+
+    def row_values(self, value: Shaped[Array, "*m"]) -> Shaped[Array, " m"]:
+        """A scalar as [1], or a row value (one axis for every leading axis) as one entry for each row: a whole array for `of_rows`."""
+        return value.reshape(1) if value.size == 1 else jnp.broadcast_to(value, self.rows).reshape(-1)
+
+    def of_rows(self, ref: jax.Ref) -> Shaped[Array, " n"]:
+        """Inside a body: the row value of each group, or [1]. Other than `from_rows` it needs no pass that writes one for every group."""
+        if ref.shape[0] == 1:
+            return ref[...]
+        group = pl.program_id(0) * self.tile + jax.lax.broadcasted_iota(jnp.int32, (self.tile,), 0)
+        return ref[jax.lax.div(jnp.minimum(group, self.count - 1), self.blocks)]
 
     def out(self, width: int, dtype) -> jax.ShapeDtypeStruct:
         """An output with `width` entries for each group; one entry makes a vector."""
@@ -138,7 +144,7 @@ def plan(shape: tuple[int, ...], fmt: BlockFormat, interpret: bool | None) -> Gr
         raise NotImplementedError(f"the Pallas kernels need at least one row, got shape {shape}")
     if groups.count * fmt.block + _GPU_TILE * fmt.block > _LARGEST_OFFSET:
         raise NotImplementedError(f"the Pallas kernels address at most {_LARGEST_OFFSET} values, got shape {shape}; split the rows")
-    wanted = -(-groups.count // _INTERPRET_PROGRAMS) if interpret else min(groups.count, _GPU_TILE)
+    wanted = -(-groups.count // _INTERPRET_PROGRAMS) if interpret else _GPU_TILE
     return dataclasses.replace(groups, tile=1 << (max(wanted, 16) - 1).bit_length())
 
 

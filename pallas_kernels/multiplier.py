@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arithmetic import bits_float, magnitude_bits, multiplier_bits
 from pallas_kernels.formats import BlockFormat
+from pallas_kernels.rounding import as_stored
 
 
 def decode_multiplier(amax: Float[ArrayLike, "*s"], *, nudged: bool = True) -> Float[Array, "*s"]:
@@ -29,7 +30,7 @@ def decode_multiplier(amax: Float[ArrayLike, "*s"], *, nudged: bool = True) -> F
 
 def tensor_multiplier(x: Float[Array, "*s"]) -> Float[Array, ""]:
     """The nudged multiplier of a whole tensor. One value that is not finite gives n = 0."""
-    bits = magnitude_bits(x.astype(jnp.float32))
+    bits = magnitude_bits(as_stored(x))
     return jax.lax.stop_gradient(bits_float(multiplier_bits(jnp.max(bits, initial=0), True)))
 
 

@@ -1,4 +1,4 @@
-"""Rounding float32 values to bfloat16 without leaving float32, and counting what cannot be rounded."""
+"""Roundings that a compiler cannot drop, and counting what cannot be rounded."""
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,35 @@ def round_to_bf16(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
     if x.dtype != jnp.float32:
         raise ValueError(f"round_to_bf16 takes float32, got {x.dtype}; cast first")
     return _round(x)
+
+
+def as_stored(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """x widened to float32, holding what an array of its own dtype holds.
+
+    Inside a jitted graph XLA drops the rounding between a producer and a widening (`xla_allow_excess_precision`, on by default,
+    CPU and GPU). A quantizer would then see values, and give codes, that no engine which stores its activations has, and they
+    would change with whatever is fused around it. `reduce_precision` is never dropped.
+
+    Args:
+      x: bfloat16, float16 or float32. Float32 comes back as it is.
+    """
+    wide = x.astype(jnp.float32)
+    if x.dtype == jnp.bfloat16:
+        return jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
+    if x.dtype == jnp.float16:
+        # `reduce_precision` flushes subnormals; below 2^-14 the step of float16 is that of float32 at one half.
+        small = jnp.copysign((jnp.abs(wide) + 0.5) - 0.5, wide)
+        return jnp.where(jnp.abs(wide) < 2.0**-14, small, jax.lax.reduce_precision(wide, exponent_bits=5, mantissa_bits=10))
+    return wide
+
+
+def keep_rounding(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """x itself, its rounding out of the compiler's reach (`as_stored`).
+
+    For values that go into a matrix product: XLA on CPU computes a bfloat16 product in float32 and, depending on what it
+    fuses, takes operands that were never rounded, so that one layer gives different numbers in prefill, decode and training.
+    """
+    return as_stored(x).astype(x.dtype)
 
 
 def count_nonfinite(x: Float[Array, "*s"]) -> Int[Array, ""]:

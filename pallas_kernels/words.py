@@ -5,7 +5,7 @@ A word holds the bytes of the packed form in little-endian order, so element 0 s
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt, UInt32
+from jaxtyping import Array, Int, UInt, UInt8, UInt32
 
 
 def signed_word(index: Int[Array, "n 8"], sign_bits: Int[Array, "n 8"]) -> UInt32[Array, " n"]:
@@ -26,6 +26,16 @@ def word_codes(word: UInt32[Array, "n ..."]) -> Int[Array, "n codes"]:
 def word_bits(word: UInt[Array, " n"], start: int) -> Int[Array, "n 8"]:
     """Eight bits of each word, from bit `start` on."""
     return (word.astype(jnp.int32)[:, None] >> (start + _lanes((word.shape[0], 8)))) & 1
+
+
+def word_bytes(word: UInt32[Array, " n"]) -> UInt8[Array, "n 4"]:
+    """The four bytes of each word, for a kernel that writes bytes: a pass that turns words into bytes afterwards costs as much."""
+    return (word[:, None] >> 8 * jax.lax.broadcasted_iota(jnp.uint32, (word.shape[0], 4), 1)).astype(jnp.uint8)
+
+
+def bytes_word(values: UInt8[Array, "n bytes"]) -> UInt32[Array, " n"]:
+    """Up to four bytes as a word."""
+    return jnp.sum(values.astype(jnp.int32) << 8 * _lanes(values.shape), axis=1).astype(jnp.uint32)
 
 
 def _lanes(shape: tuple[int, ...]) -> Int[Array, "*s"]:

@@ -10,7 +10,7 @@ import numpy as np
 from trace_jax.guidance.record import GuidanceRecord
 from trace_jax.guidance.site_record import BITS_PER_VALUE, BLOCKS, SiteRecord
 from trace_jax.rollout.audit import Audit
-from trace_jax.rollout.routes import Routes
+from trace_jax.rollout.routes import Routes, route_dtype
 from trace_jax.rollout.trajectories import Trajectories
 
 
@@ -47,6 +47,13 @@ def random_record(rng, num_tokens, kind: Any = "mantissa", layer_ids=(2, 3), **o
     return GuidanceRecord(kind, sites, rng.random(num_tokens) < 0.8, rng.integers(0, 5, num_tokens, dtype=np.int32))
 
 
+def routes_from_ids(ids: np.ndarray, layer_ids, num_experts: int) -> Routes:
+    """Routes from integer ids; a row with a negative id has no route."""
+    valid = np.all(ids >= 0, axis=(1, 2))
+    stored = np.where(valid[:, None, None], ids, 0).astype(route_dtype(num_experts))
+    return Routes(stored, valid, np.asarray(list(layer_ids), np.int32))
+
+
 def random_trajectories(lengths, seed=0, first_id=0, guidance: Any = "mantissa", routes=True, audit=False, top=0, **options: Any) -> Any:
     """Sequences of the given lengths with everything random; `guidance` is a kind or None."""
     rng = np.random.default_rng(seed)
@@ -59,7 +66,7 @@ def random_trajectories(lengths, seed=0, first_id=0, guidance: Any = "mantissa",
         ids = rng.integers(0, 300, (total, 3, 2))
         ids[rng.random(total) < 0.1] = -1
         ids[offsets[1:][lengths > 0] - 1] = -1
-        columns["routes"] = Routes.from_ids(ids, [1, 2, 3], 300)
+        columns["routes"] = routes_from_ids(ids, [1, 2, 3], 300)
     if guidance:
         columns["guidance"] = random_record(rng, total, guidance, **options)
     if audit:

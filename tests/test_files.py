@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from trace_jax.errors import UserError
-from trace_jax.files import write_atomic
+from trace_jax.files import require_writable, write_atomic
 
 
 def test_writes_chunks_and_replaces(tmp_path):
@@ -45,3 +45,16 @@ def test_missing_folders_are_made_only_when_asked(tmp_path):
     assert path.read_bytes() == b"x"
     with pytest.raises(UserError, match="cannot be written"):
         write_atomic(path / "below", [b"x"], parents=True)
+
+
+def test_an_output_is_refused_where_it_cannot_be_written(tmp_path, monkeypatch):
+    """The folder itself where it is there, else the nearest one above; root may write anywhere, so the question is answered for it."""
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("trace_jax.files.os.access", lambda path, mode: path != closed)
+    for path in (tmp_path, tmp_path / "new", tmp_path / "new" / "deep", tmp_path / "file"):
+        require_writable(path)
+    for path, folder in ((closed, closed), (closed / "new" / "deep", closed), (tmp_path / "file" / "new", tmp_path / "file")):
+        with pytest.raises(UserError, match=f"{path} cannot be written: {folder} is not a folder that you may write to"):
+            require_writable(path)

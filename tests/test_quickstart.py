@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from trace_jax import quickstart
 from trace_jax.errors import UserError
 from trace_jax.quickstart import DEFAULT_CONFIG, main
 
@@ -23,7 +26,7 @@ TINY = (
     ("arguments", "gaps", "evaluations"),
     [
         (["method=bf16"], ["training forward, not guided"], [0, 1]),
-        (["method=naive", "eval.every=0"], ["training forward, not guided"], [0]),
+        (["method=naive", "eval.every=0"], ["training forward, not guided"], []),
         (["method=trace"], ["guided forward", "unguided forward"], [0, 1]),
     ],
 )
@@ -52,3 +55,20 @@ def test_no_steps_are_refused_before_anything_is_written(tmp_path: Path, monkeyp
     with pytest.raises(UserError, match="steps is 0"):
         main([str(DEFAULT_CONFIG), "steps=0"])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("command", "left"), [("run_sft", ["cold-start"]), ("run_training", ["cold-start", "train"])])
+def test_a_signal_ends_it_in_either_part(
+    command: str, left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = getattr(quickstart, command)
+
+    def interrupted(*arguments: Any, report: Any = None) -> Any:
+        return run(*arguments[:2], report=lambda step, metrics: signal.raise_signal(signal.SIGTERM))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quickstart, command, interrupted)
+    assert main([*TINY, "steps=2"]) == 1
+    assert sorted(path.name for path in (tmp_path / "runs/quickstart").iterdir()) == left
+    shown = capsys.readouterr()
+    assert "is saved" in shown.err and ("2. RL" in shown.out) is (command == "run_training")

@@ -64,9 +64,10 @@ def require_writable(path: Path) -> None:
     """Refuses an output that cannot be written before the work instead of after it.
 
     Raises:
-      UserError: the nearest folder above it that exists is a file, or not writable.
+      UserError: the folder itself, or else the nearest one above that exists, is a file or not writable.
     """
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    path = path.absolute()
+    folder = path if path.is_dir() else next(parent for parent in path.parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"{path} cannot be written: {folder} is not a folder that you may write to; choose another")
 

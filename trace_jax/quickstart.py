@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from trace_jax.cli.app import run
-from trace_jax.cli.common import quiet_dependencies, to_json
+from trace_jax.cli.common import FAILURE, quiet_dependencies, to_json
 from trace_jax.config import check_for_training, load
 from trace_jax.files import write_atomic
 from trace_jax.report.quickstart import quickstart_figure
@@ -37,6 +37,9 @@ def main(arguments: Sequence[str]) -> int:
 
     Args:
       arguments: optional config path, then `key=value` overrides such as `seed=1`.
+
+    Returns:
+      The exit code: 0, or 1 when a signal stopped one of the two runs.
     """
     quiet_dependencies()
     paths = [text for text in arguments if "=" not in text]
@@ -48,11 +51,14 @@ def main(arguments: Sequence[str]) -> int:
     started = time.perf_counter()
     cold = root / "cold-start"
     print(f"1. cold start on worked answers -> {cold}", flush=True)
-    run_sft(config, cold, _every(20, ("sft/loss", "sft/pass_at_1")))
+    if run_sft(config, cold, _every(20, ("sft/loss", "sft/pass_at_1"))).stopped:
+        return FAILURE
     trained = root / "train"
     config = load(config_path, [*overrides, f"model.source={cold}"])
     print(f"2. RL, method {config.method}, {config.steps} steps -> {trained}", flush=True)
-    run_training(config, trained, report=_every(20, ("reward/mean", "reward/pass_rate", "rollout_corr/k3_kl", "time/step")))
+    shown = ("reward/mean", "reward/pass_rate", "rollout_corr/k3_kl", "time/step")
+    if run_training(config, trained, report=_every(20, shown)).stopped:
+        return FAILURE
     (finished,) = load_runs([trained])
     summary = summarise(finished, config)
     seconds = time.perf_counter() - started

@@ -11,6 +11,9 @@ from trace_jax.errors import UserError
 Prompt: TypeAlias = str | Sequence[Mapping[str, str]]
 """A question, or a conversation of messages with `role` and `content`."""
 
+BUILT_IN = ("byte", "ascii")
+"""Tokenizers that need no files; every other spec is a directory."""
+
 
 @runtime_checkable
 class Tokenizer(Protocol):
@@ -65,7 +68,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     Raises:
       UserError: no such directory, or no usable tokenizer in it.
     """
-    if spec in ("byte", "ascii"):
+    if spec in BUILT_IN:
         return CodeUnitTokenizer(spec, 256 if spec == "byte" else 128)
     from trace_jax.hf_tokenizer import load_hf_tokenizer
 

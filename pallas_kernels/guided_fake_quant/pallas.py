@@ -4,32 +4,53 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, UInt8
+from jaxtyping import Array, Bool, Float, Shaped, UInt8
 
+from pallas_kernels import pairs
 from pallas_kernels.arithmetic import float_bits, magnitude_bits, stored_value
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.groups import block_amax, column, octets, plan, rounding_of
+from pallas_kernels.groups import Groups, block_amax, octets, plan, rounding_of
+from pallas_kernels.guided_fake_quant import pairwise
 from pallas_kernels.guided_fake_quant.rule import guided_terms
-from pallas_kernels.words import word_bits, word_codes
+from pallas_kernels.pair_terms import amax_bits
+from pallas_kernels.words import bytes_word, word_bits, word_codes
 
 
-def _body(*refs, kind: str, fmt: BlockFormat):
-    x_ref, scales_ref, valid_ref, *rest, out_ref = refs
-    parts = [x_ref[:, octet].astype(jnp.float32) for octet in octets(x_ref)]
-    amax = block_amax([magnitude_bits(x) for x in parts])
-    own = rollout = None
-    if fmt.has_multiplier:
-        own, rollout = column(rest[0]), column(rest[1])
-    scales = column(scales_ref).astype(jnp.int32)
-    valid = column(valid_ref).astype(jnp.int32) != 0
-    for number, (octet, x) in enumerate(zip(octets(x_ref), parts, strict=True)):
-        record = None
-        if kind == "mantissa":
-            record = word_bits(rest[-1][...], 8 * number)
-        elif kind == "codes":
-            record = word_codes(rest[-1][:, number])
-        value, factor, pre = guided_terms(x, amax, record, scales, valid, own, rollout, kind, fmt, rounding_of(x_ref.dtype))
-        out_ref[:, octet] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
+def _body(x_ref, scales_ref, *refs, kind: str, fmt: BlockFormat, groups: Groups):
+    *record_ref, valid_ref, own_ref, rollout_ref, out_ref = refs if fmt.has_multiplier else (*refs[:-1], None, None, refs[-1])
+    slices = octets(x_ref)
+    parts = [x_ref[:, octet] for octet in slices]
+    scales = scales_ref[...].astype(jnp.int32)
+    valid = groups.of_rows(valid_ref)
+    own, rollout = (None if ref is None else groups.of_rows(ref) for ref in (own_ref, rollout_ref))
+    mantissas = bytes_word(record_ref[0][...]) if kind == "mantissa" else None
+
+    def general():
+        of_block, of_value = (scales[:, None], valid[:, None], _column(own), _column(rollout)), (kind, fmt, rounding_of(x_ref.dtype))
+        values = [part.astype(jnp.float32) for part in parts]
+        amax = block_amax([magnitude_bits(x) for x in values])
+        for number, (octet, x) in enumerate(zip(slices, values, strict=True)):
+            record = None
+            if mantissas is not None:
+                record = word_bits(mantissas, 8 * number)
+            elif kind == "codes":
+                record = word_codes(bytes_word(record_ref[0][:, 4 * number : 4 * number + 4]))
+            value, factor, pre = guided_terms(x, amax, record, *of_block, *of_value)
+            out_ref[:, octet] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
+
+    def in_pairs(mantissas, own, rollout):
+        constants = pairwise.guided_constants(amax_bits(parts, groups.interpret), scales, valid, own, rollout)
+        for octet, part, record in zip(slices, parts, pairwise.record_words(mantissas), strict=True):
+            out_ref[:, octet] = pairs.apply(pairwise.guided, [part], [record, *constants], jnp.bfloat16, groups.interpret)
+
+    if x_ref.dtype == jnp.bfloat16 and mantissas is not None and own is not None and rollout is not None:
+        jax.lax.cond(pairwise.fits(own, rollout), functools.partial(in_pairs, mantissas, own, rollout), general)
+    else:
+        general()
+
+
+def _column(value: Shaped[Array, " n"] | None) -> Shaped[Array, "n 1"] | None:
+    return None if value is None else value[:, None]
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "fmt", "interpret"))
@@ -46,11 +67,11 @@ def guided_fake_quant(
 ) -> Float[Array, "*rows d"]:
     """x rounded under the record, as the reference. Raises NotImplementedError (see `groups.plan`)."""
     groups = plan(x.shape, fmt, interpret)
-    inputs = [groups.from_last(x, fmt.block), groups.words(scales, 1), groups.from_rows(valid.astype(jnp.uint8))]
+    inputs, whole = [groups.from_last(x, fmt.block), groups.from_last(scales, 1)[:, 0]], [groups.row_values(valid)]
     if multiplier is not None and rollout_multiplier is not None:
-        inputs += [groups.from_rows(multiplier), groups.from_rows(rollout_multiplier)]
+        whole += [groups.row_values(multiplier), groups.row_values(rollout_multiplier)]
     if data is not None:
-        inputs.append(groups.words(data, fmt.block // (8 if kind == "mantissa" else 2)))
-    body = functools.partial(_body, kind=kind, fmt=fmt)
-    (out,) = groups.call(body, inputs, [groups.out(fmt.block, x.dtype)])
+        inputs.append(groups.from_last(data, fmt.block // (8 if kind == "mantissa" else 2)))
+    body = functools.partial(_body, kind=kind, fmt=fmt, groups=groups)
+    (out,) = groups.call(body, inputs, [groups.out(fmt.block, x.dtype)], whole)
     return groups.to_last(out, groups.size)

@@ -6,21 +6,42 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels.arithmetic import bits_float, encode_block, float_bits, magnitude_bits
+from pallas_kernels import pairs
+from pallas_kernels.arithmetic import bits_float, encode_block, encode_gain, float_bits, magnitude_bits, scale_code
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.groups import block_amax, column, octets, plan, rounding_of
-from pallas_kernels.words import signed_word
+from pallas_kernels.groups import Groups, block_amax, octets, plan, rounding_of
+from pallas_kernels.pair_terms import amax_bits
+from pallas_kernels.quantize import pairwise
+from pallas_kernels.words import signed_word, word_bytes
 
 
-def _body(*refs, fmt: BlockFormat):
-    x_ref, *multiplier_ref, codes_ref, scales_ref = refs
-    parts = [x_ref[:, octet].astype(jnp.float32) for octet in octets(x_ref)]
-    magnitudes = [magnitude_bits(x) for x in parts]
-    scales, gain, step = encode_block(block_amax(magnitudes), column(multiplier_ref[0]) if fmt.has_multiplier else None)
-    for number, (x, magnitude) in enumerate(zip(parts, magnitudes, strict=True)):
-        index = rounding_of(x_ref.dtype).nearest_index(bits_float(magnitude) * gain, step, fmt)
-        codes_ref[:, number] = jnp.where(step[:, 0] > 0.0, signed_word(index, float_bits(x)), 0)
-    scales_ref[...] = scales[:, 0].astype(jnp.uint8)
+def _body(x_ref, *refs, fmt: BlockFormat, groups: Groups):
+    *multiplier_ref, codes_ref, scales_ref = refs
+    parts = [x_ref[:, octet] for octet in octets(x_ref)]
+    multiplier = groups.of_rows(multiplier_ref[0]) if fmt.has_multiplier else None
+
+    def general():
+        values = [part.astype(jnp.float32) for part in parts]
+        magnitudes = [magnitude_bits(x) for x in values]
+        scales, gain, step = encode_block(block_amax(magnitudes), None if multiplier is None else multiplier[:, None])
+        for number, (x, magnitude) in enumerate(zip(values, magnitudes, strict=True)):
+            index = rounding_of(x_ref.dtype).nearest_index(bits_float(magnitude) * gain, step, fmt)
+            word = jnp.where(step[:, 0] > 0.0, signed_word(index, float_bits(x)), 0)
+            codes_ref[:, 4 * number : 4 * number + 4] = word_bytes(word)
+        scales_ref[...] = scales[:, 0].astype(jnp.uint8)
+
+    def in_pairs(multiplier):
+        gain = encode_gain(multiplier)
+        amax = amax_bits(parts, groups.interpret)
+        scales = scale_code(jnp.where(amax < 1 << 23, 0, amax), gain)
+        constants = pairwise.nearest_constants(scales, gain)
+        codes_ref[...] = pairs.apply(pairwise.nearest, parts, constants, jnp.uint8, groups.interpret, pairwise.packed)
+        scales_ref[...] = scales.astype(jnp.uint8)
+
+    if multiplier is None or x_ref.dtype != jnp.bfloat16:
+        general()
+    else:
+        jax.lax.cond(pairwise.fits(multiplier), functools.partial(in_pairs, multiplier), general)
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "interpret"))
@@ -29,9 +50,7 @@ def quantize(
 ) -> tuple[UInt8[Array, "*rows bytes"], UInt8[Array, "*rows blocks"]]:
     """Packed codes and scale bytes of x, as the reference. Raises NotImplementedError (see `groups.plan`)."""
     groups = plan(x.shape, fmt, interpret)
-    inputs = [groups.from_last(x, fmt.block)]
-    if multiplier is not None:
-        inputs.append(groups.from_rows(multiplier))
-    outputs = [groups.out(fmt.block // 8, jnp.uint32), groups.out(1, jnp.uint8)]
-    codes, scales = groups.call(functools.partial(_body, fmt=fmt), inputs, outputs)
-    return groups.to_bytes(codes, fmt.codes_bytes(groups.size)), groups.to_bytes(scales, groups.blocks)
+    outputs = [groups.out(fmt.block // 2, jnp.uint8), groups.out(1, jnp.uint8)]
+    whole = [] if multiplier is None else [groups.row_values(multiplier)]
+    codes, scales = groups.call(functools.partial(_body, fmt=fmt, groups=groups), [groups.from_last(x, fmt.block)], outputs, whole)
+    return groups.to_last(codes, fmt.codes_bytes(groups.size)), groups.to_last(scales[:, None], groups.blocks)

@@ -79,7 +79,7 @@ def test_eval_says_when_it_was_greedy(folder: Path, capsys: pytest.CaptureFixtur
 def test_eval_returns_what_it_promises(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, "eval", folder / "run", "--max-prompts", "2")
     assert (result["greedy"], result["temperature"], result["precision"]) == (False, 1.0, "nvfp4")
-    promised = {"policy", "task", "split", "precision", "greedy", "temperature", "seed"}
+    promised = {"policy", "task", "split", "greedy", "temperature", "seed"}
     assert result.keys() == promised | {field.name for field in fields(PassRate)}
     assert all(f"`{name}`" in (evaluate_policy.__doc__ or "") for name in promised)
 
@@ -102,9 +102,9 @@ def test_mismatch_orders_the_methods_by_what_they_know(folder: Path, capsys: pyt
 def test_rollout_saves_a_cache_that_mismatch_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, cache = folder / "answers.jsonl", folder / "cache"
     result = run_json(capsys, "rollout", folder / "run", "--out", out, "--save-cache", cache, "--max-prompts", "3")
-    assert result["sequences"] == 12 == len(out.read_text().splitlines())
+    assert result["sequences"] == 12 == len(out.read_text().splitlines()) and result["precision"] == "nvfp4"
     report = run_json(capsys, "mismatch", folder / "run", "--cache", cache, "--methods", "qat,trace_full")
-    assert report["precisions"]["nvfp4"]["sequences"] == 12
+    assert (report["precisions"]["nvfp4"]["sequences"], report["precisions"]["nvfp4"]["prompts"]) == (12, 3)
     assert set(report["precisions"]["nvfp4"]["methods"]) == {"qat", "trace_full"}
     assert "cannot be judged, bf16 was not measured" in report["precisions"]["nvfp4"]["answer"]
     assert main(["rollout", str(folder / "run"), "--out", str(out)]) == 2

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from pathlib import Path
 
 import pytest
 
+import pallas_kernels
+import trace_jax
 from trace_jax.cli.app import main
+from trace_jax.cli.doctor import OPTIONAL
 from trace_jax.cli.versions import installed_version_problem, number, version_problem
 
 
@@ -22,6 +27,18 @@ def test_doctor_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["problem"] is None and found["devices"] and "jax" in found["engines"]
     assert found["versions"]["jax"] and set(found["kernels"]) >= {"reference", "pallas"}
+
+
+@pytest.mark.parametrize("distribution", ["jax-triton", "tokamax", "vllm"])
+def test_optional_packages_are_called_unused_until_something_imports_them(distribution: str) -> None:
+    sources = [path for package in (pallas_kernels, trace_jax) for path in Path(package.__path__[0]).rglob("*.py")]
+    imported = {
+        name.split(".")[0]
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""])
+    }
+    assert ("not used" in OPTIONAL[distribution]) == (distribution.replace("-", "_") not in imported)
 
 
 def test_installed_versions_fit() -> None:

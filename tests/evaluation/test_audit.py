@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels import oracle
-from trace_jax.evaluation.audit import _compare
+from tests import tiny_policy as tiny
+from trace_jax.evaluation import audit
+from trace_jax.evaluation.audit import _compare, audit_metrics, compare_sites
 from trace_jax.models.inputs import SiteValues
+from trace_jax.rollout import Trajectories, generate
 from trace_jax.rollout.padding import PaddedSite
+from trace_jax.train.batches import TrainBatch
+from trace_jax.train.objective import ObjectiveSpec
+from trace_jax.train.state import TrainState
+from trace_jax.train.update import UpdateSettings
 
 E2M1 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 ONE = {"nvfp4": 0x38, "mxfp4": 0x7F}
@@ -28,8 +35,7 @@ def site(codes: np.ndarray, block_format: str = "nvfp4", scale: int | None = Non
 def figures(before, after, record: PaddedSite, valid=None) -> dict[str, float]:
     before, after = np.asarray(before, np.float32), np.asarray(after, np.float32)
     valid = np.ones((1, before.shape[0]), bool) if valid is None else valid
-    result = _compare(SiteValues(before[None], after[None]), record, 0, valid)
-    return {name: float(metric.mean()) for name, metric in vars(result).items()}
+    return _compare(SiteValues(before[None], after[None]), record, 0, valid).figures()
 
 
 def codes_of(*rows):
@@ -116,4 +122,58 @@ def test_rows_without_a_record_are_left_out():
     values[1] = 123
     valid = np.asarray([[True, False]])
     result = _compare(SiteValues(values[None], values[None]), site(codes), 0, valid)
-    assert result.code_agreement.count == 16 and float(result.code_agreement.mean()) == 1
+    assert (result.values, result.equal) == (16, 16)
+
+
+def test_parts_of_a_batch_add_up():
+    """D_act is a ratio of norms over all values, not a mean of ratios."""
+    codes = codes_of([2, 3, 7, 5], [1, 9, 4, 0])
+    before = E2M1[np.roll(codes, 1)] * np.float32(1.1)
+    whole = _compare(SiteValues(before[None], before[None]), site(codes), 0, np.ones((1, 2), bool))
+    halves = [
+        _compare(SiteValues(before[None, row : row + 1], before[None, row : row + 1]), site(codes[row : row + 1]), 0, np.ones((1, 1), bool))
+        for row in (0, 1)
+    ]
+    assert (halves[0] + halves[1]).figures() == pytest.approx(whole.figures(), nan_ok=True)
+    apart = [half.figures()["d_act"] for half in halves]
+    assert min(apart) < whole.figures()["d_act"] < max(apart) and np.mean(apart) != pytest.approx(whole.figures()["d_act"])
+
+
+@pytest.fixture(scope="module")
+def audited() -> Trajectories:
+    return generate(tiny.engine(tiny.PLANS["nvfp4"], "float32"), tiny.requests(8, audit=True))
+
+
+def settings(micro_batch_tokens: int, max_length: int = 32) -> UpdateSettings:
+    return UpdateSettings(ObjectiveSpec(tiny.policy("float32"), tiny.guided(tiny.PLANS["nvfp4"])), micro_batch_tokens, max_length)
+
+
+def test_micro_batches_hold_no_more_than_train_micro_batch_tokens(audited, monkeypatch):
+    """The forward keeps every value of every layer, so a batch beyond the limit is memory beyond the limit."""
+    shapes = []
+
+    def observe(params, multipliers, batch: TrainBatch, *, spec):
+        shapes.append(batch.tokens.shape)
+        return forward(params, multipliers, batch, spec=spec)
+
+    forward = audit._observe
+    monkeypatch.setattr(audit, "_observe", observe)
+    small, whole = (compare_sites(tiny.params(), tiny.multipliers(), audited, settings(tokens)) for tokens in (64, 4096))
+    assert len(shapes) > 2 and all(rows * length <= 64 for rows, length in shapes[:-1])
+    assert small.keys() == whole.keys() == {(name, layer) for name in ("expert_input", "k", "v") for layer in tiny.LAYERS}
+    for key, one in small.items():
+        assert one.values == whole[key].values and one.figures() == pytest.approx(whole[key].figures(), abs=1e-3, nan_ok=True)
+
+
+def test_answers_of_another_length_compile_nothing_new(audited):
+    """The shapes follow from the longest sequence of the run, not of the batch."""
+    lengths = audited.lengths()
+    state = TrainState(tiny.params(), (), tiny.multipliers())
+    compiled = []
+    shortest, longest = int(np.argmin(lengths)), int(np.argmax(lengths))
+    assert lengths[shortest] <= 24 < lengths[longest]  # alone, each would be padded to a length of its own
+    for chosen in (longest, shortest):
+        metrics = audit_metrics(settings(64, max_length=int(lengths.max())), state, audited.sequence(chosen))
+        assert metrics["guidance/audit/code_agreement/k/layer_0"] > 0.9
+        compiled.append(audit._observe._cache_size())  # pyright: ignore[reportAttributeAccessIssue]
+    assert compiled[0] == compiled[1]

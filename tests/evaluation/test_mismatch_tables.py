@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from trace_jax.errors import UserError
-from trace_jax.evaluation.mismatch import METHODS_OF, methods_by_precision
+from trace_jax.evaluation.mismatch import methods_by_precision
 from trace_jax.evaluation.mismatch_tables import answers, print_mismatch
 from trace_jax.evaluation.mismatch_verdict import RISKY, SMALL, gap_size
+from trace_jax.evaluation.precisions import METHODS_OF
 
 
 def report(errors: dict[str, float], layers: int = 2, length: int = 3) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from trace_jax.layers import partial_sums
 from trace_jax.layers.experts import DENSE_PARAMETERS_LIMIT, ExpertWeights, apply_experts, choose_implementation
 from trace_jax.layers.router import route
 
@@ -125,6 +126,30 @@ def test_bfloat16_experts_agree_within_rounding():
         result = apply_experts(x.astype(jnp.bfloat16), ids, mixing, weights, lambda h: h, implementation)
         assert result.dtype == jnp.bfloat16
         assert np.max(np.abs(np.asarray(result, np.float64) - expected)) < 0.02 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("implementation", ["dense", "ragged"])
+def test_shares_of_experts_are_rounded_and_added(implementation):
+    """Two devices with half of the experts each: every token's sum is that of two rounded sums."""
+    x, _, mixing = inputs()
+    ids = jnp.asarray([[0, experts().gate.shape[0] - 1]] * x.shape[0], jnp.int32)  # one expert on each device
+    weights, narrow = experts(jnp.bfloat16), x.astype(jnp.bfloat16)
+    both = apply_experts(narrow, ids, mixing, weights, lambda h: h, implementation, 2)
+    alone = [apply_experts(narrow, ids, mixing.at[:, 1 - slot].set(0.0), weights, lambda h: h, implementation) for slot in (0, 1)]
+    np.testing.assert_array_equal(np.asarray(both), np.asarray(alone[0] + alone[1]))
+    whole = apply_experts(narrow, ids, mixing, weights, lambda h: h, implementation)
+    assert 0 < np.abs(np.asarray(whole, np.float32) - np.asarray(both, np.float32)).max() < 0.02 * np.abs(np.asarray(whole)).max()
+    wide = [apply_experts(x, ids, mixing, experts(), lambda h: h, implementation, parts) for parts in (1, 2)]
+    np.testing.assert_allclose(*wide, rtol=1e-5, atol=1e-5)
+
+
+def test_a_matrix_product_in_shares():
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((5, 12), (12, 7)))
+    expected = (x[:, :4] @ weight[:4] + x[:, 4:8] @ weight[4:8]) + x[:, 8:] @ weight[8:]
+    np.testing.assert_array_equal(np.asarray(partial_sums.matmul(x, weight, 3)), np.asarray(expected))
+    with pytest.raises(ValueError, match="12 columns cannot be cut into 5"):
+        partial_sums.matmul(x, weight, 5)
 
 
 def test_auto_takes_dense_for_small_layers_only():

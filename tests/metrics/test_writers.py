@@ -1,4 +1,5 @@
 import builtins
+import io
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from trace_jax.errors import UserError
 from trace_jax.metrics import JsonlWriter, open_writers, read_metrics
+from trace_jax.metrics.console import ConsoleWriter
 
 
 def lines(path):
@@ -112,28 +114,22 @@ def test_no_metrics_file(tmp_path):
         read_metrics(tmp_path)
 
 
-def test_console_prints_one_line_a_step_on_the_given_console(tmp_path):
-    console = Console(record=True, width=60, file=open(os.devnull, "w"))
-    with open_writers(tmp_path, ["console"], console=console) as log:
-        metrics = {"loss": 0.51, "reward/mean": 0.25, "rollout_corr/k3_kl": 1.23e-4, "eval/validation/pass_at_1": 0.5}
-        log.write(12, metrics | {"grad_norm": math.nan})
-    console.file.close()
-    text = console.export_text()
+def console_text(step, metrics):
+    console = Console(record=True, width=60, file=io.StringIO())
+    ConsoleWriter(console).write(step, metrics)
+    return console.export_text()
+
+
+def test_the_console_shows_one_line_a_step():
+    metrics = {"loss": 0.51, "reward/mean": 0.25, "rollout_corr/k3_kl": 1.23e-4, "eval/validation/pass_at_1": 0.5}
+    text = console_text(12, metrics | {"grad_norm": math.nan})
     assert text.count("\n") == 1
     assert text.split() == "step 12 loss 0.5100 reward 0.250 kl 1.2e-04 grad nan eval validation 0.500".split()
 
 
-def test_console_shows_the_cold_start(tmp_path, capsys):
-    with open_writers(tmp_path, ["console"]) as log:
-        log.write(10, {"sft/loss": 1.25, "sft/pass_at_1": 0.5, "grad_norm": 2.0})
-    assert capsys.readouterr().err.split() == "step 10 loss 1.2500 pass 0.500 grad 2".split()
-
-
-def test_console_goes_to_stderr_by_default(tmp_path, capsys):
-    with open_writers(tmp_path, ["console"]) as log:
-        log.write(1, {"loss": 1.0})
-    captured = capsys.readouterr()
-    assert captured.out == "" and "loss 1.0000" in captured.err
+def test_the_console_shows_the_cold_start():
+    text = console_text(10, {"sft/loss": 1.25, "sft/pass_at_1": 0.5, "grad_norm": 2.0})
+    assert text.split() == "step 10 loss 1.2500 pass 0.500 grad 2".split()
 
 
 def test_tensorboard_file_holds_the_scalars(tmp_path):
@@ -167,5 +163,5 @@ def test_missing_tensorboardx_names_the_package(tmp_path, monkeypatch):
 
 
 def test_unknown_logger(tmp_path):
-    with pytest.raises(UserError, match="'wandbb' is unknown; write console or tensorboard"):
+    with pytest.raises(UserError, match="'wandbb' is unknown; write tensorboard"):
         open_writers(tmp_path, ["wandbb"])

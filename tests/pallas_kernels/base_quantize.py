@@ -65,6 +65,19 @@ class QuantizeBase:
         finite = np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), BF16))
         self.check(finite, fmt)
 
+    @pytest.mark.parametrize("dtype", (np.float16, BF16), ids=("float16", "bfloat16"))
+    @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+    def test_a_fused_producer_changes_no_byte(self, fmt, dtype):
+        """XLA may drop a producer's rounding to its dtype (`xla_allow_excess_precision`); the codes are those of the stored array."""
+        a, b = (cases.normal((64, 512), seed, dtype) for seed in (1, 2))
+        stored = np.asarray(jax.jit(cases.producer)(a, b))
+        for multiplier in (None, np.float32(NUDGE * 2.0**-6)) if fmt.has_multiplier else (None,):
+            expected = oracle.quantize(stored, fmt, multiplier)
+            q = jax.jit(lambda a, b, m=multiplier: self.quantize(cases.producer(a, b), fmt, m))(a, b)
+            assert mismatches(q.codes, expected.codes) == 0 and mismatches(q.scales, expected.scales) == 0
+            values = jax.jit(lambda a, b, m=multiplier: self.fake_quant(cases.producer(a, b), fmt, m))(a, b)
+            assert mismatches(values, oracle.dequantize(expected, dtype)) == 0
+
     @pytest.mark.parametrize("dtype", (np.float32, BF16), ids=("float32", "bfloat16"))
     @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
     def test_whole_exponent_range(self, fmt, dtype):

@@ -74,6 +74,11 @@ def normal(shape: tuple[int, ...], seed: int, dtype=BF16, spread: float = 2.0) -
     return (rng.normal(size=shape) * np.exp(spread * rng.normal(size=(*shape[:-1], 1)))).astype(dtype)
 
 
+def producer(a, b):
+    """Arithmetic in the dtype of its arguments, whose last rounding a compiler may drop when something is fused to it."""
+    return a * b + a
+
+
 def random_bytes(shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Uniform bytes."""
     return np.random.default_rng(seed).integers(0, 256, size=shape, dtype=np.uint8)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import fake_quant_fp8, oracle
-from tests.pallas_kernels.cases import all_bf16, mismatches, normal, wild
+from tests.pallas_kernels.cases import BF16, all_bf16, mismatches, normal, producer, wild
 
 
 @pytest.mark.parametrize("block", (128, 32, None))
@@ -17,6 +17,12 @@ def test_equals_oracle(x, block):
     expected = oracle.fake_quant_fp8(x, block=block)
     assert mismatches(fake_quant_fp8(jnp.asarray(x), block=block), expected) == 0
     assert mismatches(jax.jit(lambda x: fake_quant_fp8(x, block=block))(x), expected) == 0
+
+
+def test_a_fused_producer_changes_no_value():
+    a, b = (normal((64, 512), seed, BF16) for seed in (1, 2))
+    expected = oracle.fake_quant_fp8(np.asarray(jax.jit(producer)(a, b)))
+    assert mismatches(jax.jit(lambda a, b: fake_quant_fp8(producer(a, b)))(a, b), expected) == 0
 
 
 def test_values_are_e4m3_times_a_power_of_two():

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import count_nonfinite, decode_multiplier, oracle, round_to_bf16
+from pallas_kernels import as_stored, count_nonfinite, decode_multiplier, keep_rounding, oracle, round_to_bf16
 from pallas_kernels.formats import RECIPROCAL_SIX
-from tests.pallas_kernels.cases import NUDGE, all_bf16, mismatches
+from tests.pallas_kernels.cases import BF16, NUDGE, all_bf16, mismatches, normal, producer
 
 
 def patterns(count: int = 1 << 20) -> np.ndarray:
@@ -60,3 +60,31 @@ def test_round_to_bf16_gradient_is_the_identity():
 def test_p9_non_finite_values_are_counted(dtype):
     x = jnp.asarray([[1, np.nan, -np.inf], [np.inf, 0, 3e38]], dtype)
     assert int(count_nonfinite(x)) == 3 and int(count_nonfinite(x[1:, 1:])) == 0
+
+
+@pytest.mark.parametrize("dtype", (np.float16, BF16, np.float32), ids=("float16", "bfloat16", "float32"))
+def test_as_stored_keeps_every_value(dtype):
+    """All 65,536 patterns of the narrow dtypes; subnormals of float32's range may become zero, those of float16 stay."""
+    x = np.arange(65536, dtype=np.uint16).view(dtype) if np.dtype(dtype).itemsize == 2 else normal((64, 64), 1, np.float32)
+    wide = x.astype(np.float32)
+    got, kept = np.asarray(as_stored(jnp.asarray(x))), np.asarray(keep_rounding(jnp.asarray(x)))
+    assert got.dtype == np.float32 and kept.dtype == x.dtype
+    for values in (got, kept.astype(np.float32)):
+        same = (values == wide) | (np.isnan(values) & np.isnan(wide)) | ((values == 0) & (np.abs(wide) < 2.0**-126))
+        assert same.all(), x[~same][:8]
+
+
+@pytest.mark.parametrize("dtype", (jnp.float16, jnp.bfloat16))
+def test_as_stored_rounds_what_a_compiler_left_unrounded(dtype):
+    """The control: without it, a widened sum of products is not the widened array on at least one of the dtypes."""
+    a, b = (jnp.asarray(normal((64, 512), seed, np.float32) * 2.0**-5).astype(dtype) for seed in (1, 2))
+    stored = np.asarray(jax.jit(producer)(a, b)).astype(np.float32)
+    assert mismatches(jax.jit(lambda a, b: as_stored(producer(a, b)))(a, b), stored) == 0
+    if dtype == jnp.bfloat16:
+        assert mismatches(jax.jit(lambda a, b: producer(a, b).astype(jnp.float32))(a, b), stored) > 0
+
+
+def test_keep_rounding_passes_the_gradient():
+    x = jnp.asarray(normal((4, 8), 1, BF16))
+    gradient = jax.grad(lambda x: jnp.sum(keep_rounding(x) * x))(x)
+    assert gradient.dtype == x.dtype and mismatches(gradient, 2 * x) == 0

@@ -26,7 +26,10 @@ def write_run(run_dir, *, steps=60, seed=0, gain=0.6, guided=True):
             if step:
                 row |= training_row(step, progress, random, gain, guided)
             log.write(step, row)
-    (run_dir / "config.yaml").write_text(f"method: {'trace' if guided else 'qat'}\n")
+    rounding = "guided" if guided else "rtn"
+    (run_dir / "config.yaml").write_text(
+        f"method: {'trace' if guided else 'qat'}\ntrain_quant: {{activations: {rounding}, kv_cache: {rounding}}}\n"
+    )
 
 
 def training_row(step, progress, random, gain, guided):
@@ -58,6 +61,8 @@ def training_row(step, progress, random, gain, guided):
         "time/reward": 0.02,
         "time/train": 0.41,
         "time/sync": 0.03,
+        "time/audit": 0.0,
+        "time/evaluate": 0.0,
         "time/checkpoint": 0.01,
         "time/step": 1.16,
     }

@@ -1,6 +1,9 @@
 """What a reader relies on in every panel: units, legends beside the data, one colour a run, no invented values."""
 
+import base64
+import dataclasses
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -9,12 +12,14 @@ from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
 
 from trace_jax.report.bars import stacked_bars
+from trace_jax.report.build import _OVERVIEW, _overview
+from trace_jax.report.html import _figure
 from trace_jax.report.sections import SECTIONS
 from trace_jax.report.series import Run
 from trace_jax.report.style import COLORS, legend_height, new_figure, styled
 
 PANELS = {panel.title: panel for section in SECTIONS for panel in section.panels}
-BARS = ("Size of the record", "Time per step")
+BARS = [title for title, panel in PANELS.items() if panel.bars]
 KEYS = (
     *("reward/mean", "frac_reward_zero_std", "policy/entropy", "rollout_corr/k3_kl", "unguided/rollout_corr/k3_kl", "grad_norm", "loss"),
     *("train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max", "unguided/train_rollout_logprob_abs_diff"),
@@ -70,6 +75,23 @@ def test_a_run_has_one_colour_in_every_panel(title):
         line: Any = handle[0] if isinstance(handle, tuple) else handle
         colours[label.split(" · ")[0]].add(to_hex(line.get_color()))
     assert colours == {"first": {COLORS[0]}, "second": {COLORS[1]}}
+
+
+def picture_size(figure):
+    data = base64.b64decode(re.findall('base64,([^"]+)', figure)[0])
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+def test_a_panel_is_drawn_by_its_fields_whatever_its_title(monkeypatch):
+    runs = [made_run("first"), made_run("second")]
+    assert BARS == ["Size of the record", "Time per step"]
+    with styled():
+        for title in (*BARS, "Policy entropy"):
+            renamed = dataclasses.replace(PANELS[title], title="Renamed")
+            assert picture_size(_figure(renamed, runs)) == picture_size(_figure(PANELS[title], runs))
+        assert [panel.bars for panel in _OVERVIEW] == [False] * 4 + [True] * 2
+        monkeypatch.setattr("trace_jax.report.build._OVERVIEW", [dataclasses.replace(panel, title="Renamed") for panel in _OVERVIEW])
+        assert _overview(runs).startswith(b"\x89PNG")
 
 
 def test_a_distance_of_zero_has_no_point_on_a_log_axis():

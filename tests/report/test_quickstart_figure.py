@@ -20,9 +20,10 @@ DIFFERENCE = "train_rollout_logprob_abs_diff"
 RATE = "eval/validation/pass_at_1"
 
 
-def evaluated(step: int, value: float) -> dict[str, Any]:
+def evaluated(step: int, value: float, precision: str = "nvfp4") -> dict[str, Any]:
     low, high = {f"{RATE}_low": value - 0.1}, {f"{RATE}_high": value + 0.1}
-    return {"step": step, RATE: value, "eval/validation/reward_mean": value + 0.2} | low | high
+    figures = {"step": step, RATE: value, "eval/validation/reward_mean": value + 0.2} | low | high
+    return figures | {"eval/validation/precision": precision}
 
 
 def training(steps: range) -> list[dict[str, Any]]:
@@ -41,12 +42,13 @@ def guided_run() -> Run:
         "guidance/bytes_per_token/k": 12.0,
         "guidance/bytes_per_token/v": 12.0,
     }
-    return Run("run", rows)
+    return Run("run", rows, load(CONFIG).model_dump(mode="json"))
 
 
 def summary_of(rows: list[dict[str, Any]], *overrides: str) -> tuple[Run, Summary]:
-    run = Run("run", rows)
-    return run, summarise(run, load(CONFIG, overrides))
+    config = load(CONFIG, overrides)
+    run = Run("run", rows, config.model_dump(mode="json"))
+    return run, summarise(run, config)
 
 
 def printed(summary: Summary) -> str:
@@ -125,13 +127,17 @@ def drawn(run: Run, summary: Summary, folder: Path, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_labels_are_those_of_the_method(method: str, expected: str) -> None:
-    _, summary = summary_of([evaluated(0, 0.3)], f"method={method}")
+    _, summary = summary_of([evaluated(0, 0.3, "bf16" if method == "bf16" else "nvfp4")], f"method={method}", "rollout.partial_sums=1")
     assert figure_subtitle(summary) == expected and "FP4" not in printed(summary)
 
 
-def test_mixed_formats_are_named_apart() -> None:
-    _, summary = summary_of([evaluated(0, 0.3)], "method=naive", "rollout.kv_cache.v=bf16")
-    assert summary.rollout == "weights nvfp4, activations nvfp4, k nvfp4, v bf16"
+def test_the_rollout_is_named_by_what_the_engine_executed() -> None:
+    """The config asks for nvfp4 everywhere; the evaluation says what ran."""
+    fallback = "weights nvfp4, activations bf16, k nvfp4, v nvfp4"
+    _, summary = summary_of([evaluated(0, 0.3), evaluated(5, 0.4, fallback)], "rollout.partial_sums=1")
+    assert summary.rollout == fallback
+    _, summary = summary_of([{"step": 1, "loss": 0.0}], "rollout.partial_sums=1")
+    assert summary.rollout == "unknown precision"
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_kl_of_zero_is_not_called_missing():
     axes = axes_of(panel("KL of rollout and trainer").draw, [Run("run", zeros)])
     assert axes.get_yscale() == "linear" and not axes.texts
     both = [row | {unguided: 1e-3} for row in zeros]
-    axes = axes_of(panel("KL of rollout and trainer").draw, [Run("run", both)])
+    axes = axes_of(panel("KL of rollout and trainer").draw, [Run("run", both, {"train_quant": {"kv_cache": "guided"}})])
     assert axes.get_yscale() == "log"
     assert axes.get_legend_handles_labels()[1] == ["guided forward: always 0", "unguided forward"]
 
@@ -156,6 +156,10 @@ def test_mis_07_the_curve_is_named_for_the_forward_and_the_summary_is_a_median()
     assert axes.get_legend_handles_labels()[1] == ["training forward, not guided"]
     audited = Run("run", [row | {"guidance/audit/code_agreement/k/layer_0": 0.5} for row in run.rows])
     assert not audited.guided()  # an audit is no guidance
+    recorded = [row | {"guidance/bytes_per_token": 9.0} for row in run.rows]
+    for rounding, guided in ((("rtn", "none"), False), (("guided", "rtn"), True), (("none", "guided"), True)):
+        quant = dict(zip(("activations", "kv_cache"), rounding, strict=True))
+        assert Run("run", recorded, {"train_quant": quant}).guided() is guided  # what follows the record counts, not that there is one
     # One outlier step does not move the median.
     assert dict(summary_table([run]))["KL (k3) of the forward that trains, median"] == ["1.00e-03 (not guided)"]
 

@@ -76,9 +76,8 @@ def test_seed_changes_the_order():
     assert epoch_order((7, 8, 9, 10), 0, 0) == (3, 0, 2, 1)
 
 
-def test_ckpt_11_epoch_and_place_at_the_boundary(spelling):
-    size = spelling.sizes["test"]
-    assert [spelling.epoch("test", p) for p in (0, size - 1, size, size + 1)] == [(0, 0), (0, size - 1), (1, 0), (1, 1)]
+def test_ckpt_11_epoch_and_place_at_the_boundary():
+    assert [epoch_and_place(position, 20) for position in (0, 19, 20, 21)] == [(0, 0), (0, 19), (1, 0), (1, 1)]
     with pytest.raises(ValueError, match="position -1"):
         epoch_and_place(-1, 3)
     with pytest.raises(ValueError, match="0 rows"):

@@ -1,14 +1,20 @@
-"""`train --dry-run` refuses what the start of `train` refuses, with the same words."""
+"""`train --dry-run` refuses what the start of `train` refuses, with the same words, and counts the memory of a run."""
 
 from __future__ import annotations
 
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from trace_jax.errors import UserError
-from trace_jax.train.dry_run import plan_run
+from trace_jax.layers.kv_cache import init_cache
+from trace_jax.metrics.jsonl import read_metrics
+from trace_jax.models.registry import init_params
+from trace_jax.train.dry_run import memory_plan, plan_run
 from trace_jax.train.run import run_training
+from trace_jax.train.setup import build_setup
 
 
 @pytest.mark.parametrize(
@@ -32,3 +38,48 @@ def test_what_train_refuses(make_config, tmp_path, answers, override, named):
     with pytest.raises(UserError) as real:
         run_training(config, tmp_path / "run")
     assert str(dry.value) == str(real.value)
+
+
+def test_a_run_that_never_evaluates_needs_no_rows_for_it(make_config, tmp_path):
+    """ "0 is never": neither the dry run nor the run looks at the split, and there is no row of step 0."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"q{number}", "answer": "a", "split": "train"}) + "\n" for number in range(4)))
+    config = make_config(f"task={{name: 'jsonl:{rows}', reward: exact}}", "eval.every=0", "steps=1")
+    plan_run(config)
+    run_training(config, tmp_path / "run")
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
+
+
+def bytes_of(tree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("formats", ["{k: nvfp4, v: mxfp4}", "{k: fp8, v: bf16}"])
+def test_the_memory_plan_counts_what_is_allocated(make_config, dtype, formats):
+    setup = build_setup(make_config(f"model.compute_dtype={dtype}", "method=qat", f"rollout.kv_cache={formats}"))
+    model, plan, length = setup.policy.config, memory_plan(setup), setup.max_sequence_tokens()
+    params = init_params(setup.policy.family, model, jax.random.key(0))
+    compute = jnp.dtype(setup.policy.compute_dtype)
+    assert plan["masters and Adam moments (float32), bytes"] == 3 * bytes_of(params)
+    assert plan["engine weights (compute dtype), bytes"] == bytes_of(jax.tree.map(lambda leaf: leaf.astype(compute), params))
+    cache = init_cache(model.num_layers, 8, length, model.num_kv_heads, model.head_dim, setup.rollout_plan, compute)
+    assert plan["KV cache of a full batch, bytes"] == bytes_of(cache)
+
+
+def test_the_memory_plan_follows_the_settings(make_config):
+    def plan(*overrides):
+        return memory_plan(build_setup(make_config(*overrides)))
+
+    whole = plan()
+    cache, audited, behind = (
+        "KV cache of a full batch, bytes",
+        "audited codes of a step, bytes",
+        "masters that the engine serves (float32), bytes",
+    )
+    assert plan("rollout.max_batch=2")[cache] == whole[cache] / 4 and plan("rollout.max_batch=99")[cache] == whole[cache]
+    # NVFP4 codes and scales at both layers: width 32, and one KV head of 16 on either side.
+    assert whole[audited] == 2 * whole["longest sequence, tokens"] * 2 * ((16 + 2) + 2 * (8 + 1))
+    assert plan("guidance.audit.every=0")[audited] == 0 and plan("guidance.audit.sequences=99")[audited] == 4 * whole[audited]
+    assert whole[behind] == 0
+    assert plan("sync.every=2", "sync.max_staleness=1")[behind] == whole["masters and Adam moments (float32), bytes"] / 3

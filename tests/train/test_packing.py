@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny_policy as tiny
 
@@ -61,7 +60,7 @@ def case():
 
 
 def measured(case: Case, kind: type[UpdateSettings]):
-    settings = kind(SPEC, optax.sgd(1.0), micro_batch_tokens=6 * LENGTH, max_length=LENGTH)
+    settings = kind(SPEC, micro_batch_tokens=6 * LENGTH, max_length=LENGTH)
     assert len(settings.plan(case.trajectories.lengths())) == 2
     arguments = {"advantages": case.advantages, "logp_old": case.logp_old, "measure_unguided": True}
     return measure(tiny.params(), tiny.multipliers(), case.trajectories, settings, **arguments)
@@ -104,7 +103,7 @@ def by_token(batch: TrainBatch, padded: PaddedBatch):
 
 def test_logp_08_tokens_of_a_packed_row_do_not_see_their_neighbours(case):
     """Log-probs within 1e-5, codes and routes exact, temperatures mixed in a row; without segments nothing of this holds."""
-    settings = UpdateSettings(SPEC, optax.sgd(1.0), micro_batch_tokens=64 * LENGTH, max_length=LENGTH)
+    settings = UpdateSettings(SPEC, micro_batch_tokens=64 * LENGTH, max_length=LENGTH)
     (micro,) = settings.plan(case.trajectories.lengths())
     packed = make_batch(case.trajectories, micro.bins, LENGTH, 32, num_layers=tiny.CONFIG.num_layers)
     assert max(len(members) for members in micro.bins) > 2

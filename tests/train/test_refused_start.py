@@ -10,7 +10,7 @@ import yaml
 from trace_jax.cli.app import main
 from trace_jax.errors import UserError
 from trace_jax.train.run import run_training
-from trace_jax.train.run_folder import claimed, run_directory
+from trace_jax.train.run_folder import Ended, claimed, run_directory
 from trace_jax.train.run_sft import run_sft
 
 TINY_TASK = "task.params={min_word_len: 3, max_word_len: 3, size: 3}"
@@ -66,14 +66,14 @@ def test_an_example_beyond_the_context_is_refused_by_sft(config_file, tmp_path, 
 
 
 @pytest.mark.parametrize("start", [run_training, run_sft])
-def test_sigterm_before_anything_is_written(make_config, tmp_path, monkeypatch, capsys, start):
+def test_sigterm_before_anything_is_written(make_config, tmp_path, monkeypatch, capfd, start):
     """The signal comes while the task is loaded: the program sets up, sees it, and ends as if it had not been started."""
     (tmp_path / "stopping_task.py").write_text(STOPPING_TASK)
     monkeypatch.syspath_prepend(tmp_path)
     former = signal.getsignal(signal.SIGTERM)
     config = make_config("task={name: 'stopping_task:rows', reward: exact}")
-    assert start(config, tmp_path / "run") == {}
-    assert capsys.readouterr().err == "stopped before anything was written\n"
+    assert start(config, tmp_path / "run") == Ended({}, stopped=True)
+    assert capfd.readouterr().err == "stopping after this step\nstopped before anything was written\n"
     assert not (tmp_path / "run").exists() and signal.getsignal(signal.SIGTERM) == former
 
 

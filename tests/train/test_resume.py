@@ -21,9 +21,9 @@ from trace_jax.train.checkpoint import Checkpoints, Progress, load_policy
 from trace_jax.train.manifest import write_manifest
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.read_checkpoint import complete_steps
-from trace_jax.train.rl import _count_skipped
 from trace_jax.train.run import _resumed, run_training
-from trace_jax.train.run_folder import claimed, run_directory
+from trace_jax.train.run_folder import Ended, claimed, run_directory
+from trace_jax.train.skipped import count_skipped
 
 MEASURED_IN_SECONDS = ("time/", "throughput/")
 
@@ -100,7 +100,7 @@ def test_ckpt_06_the_engine_has_the_restored_weights_before_the_first_rollout(un
     checkpoints = Checkpoints(uninterrupted / "checkpoints")
     learner = _resumed(config, checkpoints, 4)
     checkpoints.close()
-    assert learner.engine.health().version == learner.progress.version == learner.synced == 4
+    assert learner.engine.health().version == learner.progress.version == learner.served.version == 4
     learner.engine.close()
 
 
@@ -114,7 +114,7 @@ def test_jax_02_dtype_and_placement_of_restored_leaves(uninterrupted, config):
 
 def test_resuming_a_finished_run_changes_nothing(copy, config):
     before = rows_of(copy)
-    assert run_training(config, copy, resume=True) == {}
+    assert run_training(config, copy, resume=True) == Ended({}, stopped=False)
     assert rows_of(copy) == before
 
 
@@ -196,7 +196,7 @@ def test_the_count_of_refused_updates_survives(tmp_path, uninterrupted, config):
     learner = _resumed(config, checkpoints, 4)
     assert learner.progress.skipped_in_a_row == 2
     with pytest.raises(UserError, match="3 gradients in a row"):
-        _count_skipped(learner, float("nan"))
+        count_skipped(learner.progress.skipped_in_a_row, float("nan"), 5, "mend it")
     learner.engine.close()
     checkpoints.close()
 

@@ -49,7 +49,7 @@ def judge(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def config(make_config, cold_start):
     return lambda *overrides: make_config(
-        f"model.source={cold_start.directory}", "eval.every=0", "guidance.audit.every=0", "checkpoint.every=1", "steps=2", *overrides
+        f"model.source={cold_start.directory}", "eval.every=100", "guidance.audit.every=0", "checkpoint.every=1", "steps=2", *overrides
     )
 
 
@@ -84,7 +84,7 @@ def test_rew_01_a_reward_that_fails_from_the_start_ends_the_run(config, judge, t
     assert message.endswith("ValueError: the judge is broken; mend it or choose another task.reward") and "\n" not in message
     assert not (tmp_path / "run").exists()
     (judge / "broken").unlink()
-    assert math.isfinite(run_training(config("task.reward=training_judge:breaks"), tmp_path / "run")["reward/mean"])
+    assert math.isfinite(run_training(config("task.reward=training_judge:breaks"), tmp_path / "run").metrics["reward/mean"])
 
 
 def test_rew_01_a_reward_that_breaks_on_the_way_costs_no_checkpoint(config, judge, tmp_path):
@@ -119,9 +119,10 @@ def test_rew_02_rows_of_the_field_are_learned_and_rewarded_as_mathematics(make_c
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(FORMS[form](number)) + "\n" for number in range(90)))
     overrides = [f"task={{name: 'jsonl:{rows}', reward: math}}", "rollout.max_new_tokens=12", "guidance.audit.every=0"]
-    cold = run_sft(make_config(*overrides, "sft.steps=200", "sft.stop_pass_rate=0.5"), tmp_path / "cold")
+    cold = run_sft(make_config(*overrides, "sft.steps=200", "sft.stop_pass_rate=0.5"), tmp_path / "cold").metrics
     assert cold["sft/pass_at_1"] >= 0.5
-    metrics = run_training(make_config(*overrides, f"model.source={tmp_path / 'cold'}", "steps=1", "eval.every=0"), tmp_path / "run")
+    config = make_config(*overrides, f"model.source={tmp_path / 'cold'}", "steps=1", "eval.every=0")
+    metrics = run_training(config, tmp_path / "run").metrics
     assert metrics["reward/verifier_errors"] == 0 and metrics["reward/pass_rate"] == metrics["reward/mean"] > 0
     texts = [answer for answer in rollouts(tmp_path / "run", 1) if answer["reward"] == 1]
     assert texts and all("3" in json.dumps(answer) for answer in texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from trace_jax.config.schema import OptimizerConfig
 from trace_jax.errors import UserError
 from trace_jax.models.hf import save_hf_directory
+from trace_jax.tokenizers import load_tokenizer
 from trace_jax.train.checkpoint import Checkpoints, Progress, load_policy
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.setup import build_setup, calibrated, initial_policy
@@ -51,6 +53,53 @@ def test_a_hugging_face_directory(make_config, hf_directory, loaded):
     setup, params, multipliers = initial_policy(make_config(f"model.source={hf_directory}"))
     jax.tree.map(np.testing.assert_array_equal, params, loaded.params)
     assert multipliers == {} and setup.policy.config == loaded.policy.config
+
+
+def test_a_policy_is_not_trained_on_the_ids_of_another_tokenizer(make_config, cold_start):
+    with pytest.raises(UserError) as caught:
+        initial_policy(make_config(f"model.source={cold_start.directory}", "tokenizer=byte"))
+    assert str(caught.value) == (
+        f"the policy of {cold_start.directory} was trained with tokenizer ascii, the config says byte; write tokenizer: ascii"
+    )
+
+
+@pytest.fixture
+def trained_with(tmp_path, loaded):
+    """`trained_with(folder, text)`: a run whose tokenizer is that folder; its tokenizer.json holds the text."""
+
+    def make(folder, text="{}"):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(text)
+        save_policy(tmp_path / "run", dataclasses.replace(loaded, tokenizer=str(folder)), loaded.params)
+        return tmp_path / "run"
+
+    return make
+
+
+def test_tokenizer_folders_are_compared_by_what_they_hold(make_config, tmp_path, monkeypatch, trained_with):
+    source, tokens = trained_with(tmp_path / "tokens"), tmp_path / "tokens"
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tokens, "copy")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer.json").write_text("[]")
+    asked = []  # the folders that are taken are not real tokenizers, so it ends where they are loaded
+    monkeypatch.setattr("trace_jax.train.setup.load_tokenizer", lambda spec: asked.append(spec) or load_tokenizer("ascii"))
+    for same in (str(tokens), "tokens", "./tokens/", "copy"):
+        initial_policy(make_config(f"model.source={source}", f"tokenizer={same}"))
+    assert asked == [str(tokens), "tokens", "./tokens/", "copy"]
+    for different in ("other", "ascii"):
+        with pytest.raises(UserError, match=f"was trained with tokenizer {tokens}, the config says {different}; write tokenizer: {tokens}"):
+            initial_policy(make_config(f"model.source={source}", f"tokenizer={different}"))
+    tokens.rename(tmp_path / "moved")
+    initial_policy(make_config(f"model.source={source}", "tokenizer=moved"))
+
+
+def test_a_hugging_face_directory_with_a_tokenizer_of_its_own(make_config, hf_directory, tmp_path):
+    source = shutil.copytree(hf_directory, tmp_path / "hf")
+    initial_policy(make_config(f"model.source={source}"))
+    (source / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=f"was trained with tokenizer {source}, the config says ascii; write tokenizer: {source}"):
+        initial_policy(make_config(f"model.source={source}"))
 
 
 def test_random_weights_follow_the_seed(make_config):

@@ -14,7 +14,7 @@ from trace_jax.tasks import Row
 from trace_jax.tokenizers import load_tokenizer
 from trace_jax.train.checkpoint import load_policy
 from trace_jax.train.run_sft import run_sft
-from trace_jax.train.sft import batch_width, sft_batch, worked_example
+from trace_jax.train.sft import batch_width, sft_batch, sft_gradient, worked_example
 
 ASCII = load_tokenizer("ascii")
 
@@ -87,7 +87,8 @@ def test_the_stop_rule(make_config, tmp_path):
     assert config.sft.split_for_stop == "test" != config.eval.split
     directory = tmp_path / "run"
     directory.mkdir()
-    metrics = run_sft(config, directory)
+    metrics, stopped = run_sft(config, directory)
+    assert not stopped
     last = read_metrics(directory)[-1]["step"]
     assert metrics["sft/pass_at_1"] >= 0.5 and last < 200 and last % config.sft.eval_every == 0
     assert load_policy(directory).meta["progress"]["step"] == last
@@ -98,3 +99,21 @@ def test_an_empty_split_for_the_stop_rule_is_refused(make_config, tmp_path):
     config = make_config("task.params={min_word_len: 3, max_word_len: 3, size: 3}", "sft.steps=1", "sft.eval_every=1")
     with pytest.raises(UserError, match="is empty"):
         run_sft(config, tmp_path)
+
+
+def test_gradients_that_stay_not_finite_end_the_cold_start(make_config, tmp_path, monkeypatch):
+    """Two of them are skipped and counted; the third in a row is an error, and nothing that looks like a policy is left."""
+    seen = []
+
+    def spoiled(params, batch, **settings):
+        gradient, loss, count = sft_gradient(params, batch, **settings)
+        seen.append(None)
+        bad = len(seen) in (1, 2) or len(seen) > 3
+        return jax.tree.map(lambda leaf: leaf * np.nan, gradient) if bad else gradient, loss, count
+
+    monkeypatch.setattr("trace_jax.train.run_sft.sft_gradient", spoiled)
+    rows = []
+    with pytest.raises(UserError, match="step 6: 3 gradients in a row were not finite; lower sft.learning_rate"):
+        run_sft(make_config("sft.steps=20", "sft.eval_every=0"), tmp_path / "run", lambda step, metrics: rows.append(metrics))
+    assert [row["train/skipped_updates"] for row in rows] == [1, 1, 0, 1, 1]
+    assert not (tmp_path / "run").exists()

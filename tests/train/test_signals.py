@@ -29,7 +29,7 @@ PATIENCE = 240.0
 def config_file(tmp_path_factory, values, cold_start):
     values["model"]["source"] = str(cold_start.directory)
     values |= {
-        "eval": {"every": 0, "max_prompts": 2},
+        "eval": {"every": 100_000, "max_prompts": 2},
         "guidance": {"audit": {"every": 0}},
         "checkpoint": {"every": EVERY},
         "steps": 100_000,

@@ -12,17 +12,18 @@ import pytest
 
 from trace_jax.config import Config
 from trace_jax.errors import UserError
-from trace_jax.metrics.weighted import finalize
+from trace_jax.metrics.weighted import WeightedMetric, combine, finalize
 from trace_jax.rl.advantages import group_advantages
 from trace_jax.train import rl
 from trace_jax.train.batches import make_batch
 from trace_jax.train.checkpoint import Progress
-from trace_jax.train.objective import objective_and_gradient
+from trace_jax.train.clock import Clock
+from trace_jax.train.objective import _parity, objective_and_gradient
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.rl import Learner, make_learner, rl_step
 from trace_jax.train.setup import initial_policy
 from trace_jax.train.state import TrainState
-from trace_jax.train.update import measure, update_policy
+from trace_jax.train.update import _pooled, measure, update_policy
 
 
 def learner_of(config: Config) -> Learner:
@@ -44,7 +45,7 @@ def learner(make_config, overrides):
 @pytest.fixture(scope="module")
 def batch(make_config, overrides):
     """Scored trajectories of the learner's weights and their advantages; from another learner, which the step changes."""
-    _, trajectories = rl_step(learner_of(make_config(*overrides)))
+    _, trajectories = rl_step(learner_of(make_config(*overrides)), Clock())
     rng = np.random.default_rng(0)
     rewards = rng.random(trajectories.num_sequences).astype(np.float32)
     return trajectories, group_advantages(rewards, trajectories.group)
@@ -117,7 +118,7 @@ def test_len_06_padded_rows_change_nothing(learner, batch):
     assert_same_gradient(second, first)
     np.testing.assert_allclose(second_logp[:3], first_logp[:3], atol=1e-5)
     counts = {name: metric.count for name, metric in first_stats.items() if hasattr(metric, "count")}
-    assert counts == {name: second_stats[name].count for name in counts}
+    assert_equal(counts, {name: second_stats[name].count for name in counts})
 
 
 def test_adv_02_zero_variance_groups_give_exactly_zero(run, batch):
@@ -159,6 +160,18 @@ def test_unguided_figures_come_from_the_same_program(run):
     assert metrics["guidance/parity_agreement"] > 0.9 and metrics["router/agreement"] > 0.9
 
 
+def test_parity_is_a_share_also_where_int32_cannot_count_the_values():
+    """Two sites of three layers with 1.5e9 values each: 9e9 in all. Half of them agree."""
+    layers = jnp.full(3, 1.5e9, jnp.float32)
+    part = jax.jit(_parity)({"expert_input": (layers / 2, layers), "k": (layers / 2, layers)})
+    pooled = _pooled(combine([part, part]))["guidance/parity_agreement"]
+    assert (
+        isinstance(pooled, WeightedMetric)
+        and pooled.count == 18_000_000_000
+        and finalize({"agreement": pooled})["agreement"] == pytest.approx(0.5, rel=1e-6)
+    )
+
+
 def test_guided_rounding_is_straight_through(run):
     """K and V reach the loss through their guided sites alone: without straight-through their gradient is exactly zero."""
     guided = run().gradient
@@ -198,7 +211,7 @@ def test_two_updates_share_the_old_log_probabilities_of_the_first(make_config, o
     learner = learner_of(make_config(*overrides, "train.updates_per_batch=2", "sync.max_staleness=1"))
     start = learner.state.params
     calls = spy_on_measure(monkeypatch)
-    metrics, trajectories = rl_step(learner)
+    metrics, trajectories = rl_step(learner, Clock())
     assert len(calls) == 3
     assert calls[0][0] is start and calls[1][0] is start and calls[2][0] is not start
     old = calls[0][2].logp
@@ -218,17 +231,31 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make_config, overrides, m
         monkeypatch, lambda measured: replace(measured, gradient=measured.gradient | {"final_norm": bad(measured.gradient["final_norm"])})
     )
     for skipped in (1, 2):
-        metrics, _ = rl_step(learner)
-        assert metrics["train/skipped_updates"] == skipped and np.isnan(metrics["grad_norm"])
+        metrics, _ = rl_step(learner, Clock())
+        assert metrics["train/skipped_updates"] == 1 and learner.progress.skipped_in_a_row == skipped and np.isnan(metrics["grad_norm"])
         assert_equal(jax.device_get((learner.state.params, learner.state.opt_state)), before)
         assert learner.progress.version == 0 and learner.progress.step == skipped
     with pytest.raises(UserError, match="3 gradients in a row were not finite"):
-        rl_step(learner)
+        rl_step(learner, Clock())
+
+
+def test_the_skipped_updates_of_a_step_are_counted_wherever_they_come(make_config, overrides, monkeypatch):
+    """Two updates, the first of them skipped: one was, and the good one that follows it ends the series."""
+    learner = learner_of(make_config(*overrides, "train.updates_per_batch=2", "sync.max_staleness=1"))
+    factors = iter([1.0, np.nan, 1.0])  # the first measurement is that of the old log-probs
+
+    def spoil(measured):
+        factor = next(factors)
+        return replace(measured, gradient=jax.tree.map(lambda leaf: leaf * factor, measured.gradient))
+
+    spy_on_measure(monkeypatch, spoil)
+    metrics, _ = rl_step(learner, Clock())
+    assert metrics["train/skipped_updates"] == 1 and learner.progress.skipped_in_a_row == 0 and learner.progress.version == 1
 
 
 def test_update_policy_reports_the_norm_before_clipping(run, learner):
     measured = run()
-    result = update_policy(learner.state, measured, learner.settings)
+    result = update_policy(learner.state, measured, learner.optimizer)
     expected = np.sqrt(sum(float(jnp.sum(leaf.astype(jnp.float32) ** 2)) for leaf in jax.tree.leaves(measured.gradient)))
     assert result.grad_norm == pytest.approx(expected, rel=1e-5)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(result.state.params))

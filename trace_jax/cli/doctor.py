@@ -22,15 +22,15 @@ from trace_jax.terminal import result_console
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml-dtypes", "pydantic", "typer", "rich")
 OPTIONAL = {
-    "jax-triton": "triton: Triton kernels from JAX",
-    "tokamax": "tokamax: fast BF16 expert GEMMs on GPU",
-    "vllm": "vllm: the vLLM rollout engine (an environment of its own)",
+    "jax-triton": "triton: not used by this version",
+    "tokamax": "tokamax: grouped matrix products on NVIDIA GPUs",
+    "vllm": "vllm: not used by this version",
     "torch": "parity: comparison with transformers",
     "transformers": "parity: comparison with transformers",
     "jax-cuda13-plugin": "cuda13: JAX on NVIDIA GPUs",
     "jax-cuda12-plugin": "JAX on NVIDIA GPUs with CUDA 12",
 }
-"""Distribution -> the extra that installs it, and what for."""
+"""Distribution -> the extra that installs it, and what this version uses it for."""
 
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 1024**3
@@ -94,7 +94,7 @@ def _kernels(backend: str | None) -> dict[str, str]:
     return {
         "reference": "compiled by XLA" + ("" if on_gpu else " (used by default here)"),
         "pallas": "compiled for the GPU (used by default here)" if on_gpu else "interpreted: for tests, slow",
-        "triton": "installed" if installed("jax-triton") else "not installed (extra: triton)",
+        "triton": "none in this version",
         "native FP4 tensor cores": "not used by this version: FP4 is emulated in BF16",
     }
 
@@ -136,6 +136,6 @@ def _print(found: Mapping[str, Any]) -> None:
     for name, version in found["versions"].items():
         row(name, version or "missing")
     for name, version in found["optional"].items():
-        row(name, version or f"not installed ({OPTIONAL[name]})")
+        row(name, f"{version or 'not installed'} ({OPTIONAL[name]})")
     row("jax and flax", found["problem"] or "fit together")
     result_console().print(table)

@@ -24,8 +24,8 @@ def sft(config: ConfigFile, overrides: Overrides = None, out: RunFolder = None, 
     def work(display: Display) -> dict[str, Any]:
         from trace_jax.train.run_sft import run_sft
 
-        metrics = run_sft(settings, directory, display.steps("cold start", settings.sft.steps))
-        return {"checkpoint": directory, "metrics": metrics}
+        ended = run_sft(settings, directory, display.steps("cold start", settings.sft.steps))
+        return {"checkpoint": directory, "metrics": ended.metrics}
 
     def show(result: dict[str, Any]) -> None:
         if directory.is_dir():  # a stop before the start leaves nothing

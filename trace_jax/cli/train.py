@@ -41,8 +41,8 @@ def train(
     def work(display: Display) -> dict[str, Any]:
         from trace_jax.train.run import run_training
 
-        metrics = run_training(settings, directory, resume=resume, report=display.steps("training", settings.steps))
-        return {"run": directory, "metrics": metrics}
+        ended = run_training(settings, directory, resume=resume, report=display.steps("training", settings.steps))
+        return {"run": directory, "metrics": ended.metrics}
 
     def show(result: dict[str, Any]) -> None:
         if directory.is_dir():  # a stop before the start leaves nothing

@@ -9,11 +9,15 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from trace_jax.config.schema import Config
-from trace_jax.config.section import FP4_FORMATS
 from trace_jax.errors import UserError
+from trace_jax.quantization.plan import BLOCK_FORMATS
 
 ENGINE_GROUP = "trace_jax.engines"
-"""Entry-point group in which installed packages offer rollout engines."""
+"""Entry-point group in which installed packages offer rollout engines.
+
+`NAME = "module:factory"` is what `rollout.engine: NAME` takes. The factory is called with one argument, the run's
+`trace_jax.train.setup.Setup`, and returns a `trace_jax.rollout.Engine` without weights; they follow by `update_weights`.
+"""
 
 
 def check(config: Config) -> None:
@@ -60,11 +64,13 @@ def _check_model(config: Config) -> None:
 def _check_not_implemented(config: Config) -> None:
     engine = config.rollout.engine
     if engine != "jax":
-        installed = sorted(point.name for point in entry_points(group=ENGINE_GROUP))
+        installed = sorted({point.name for point in entry_points(group=ENGINE_GROUP)})
         if engine not in installed:
             raise UserError(
                 f"rollout.engine is {engine!r}, which no installed package provides; write one of: {', '.join(['jax', *installed])}"
             )
+        if config.rollout.partial_sums != 1:
+            raise UserError(f"rollout.partial_sums is {config.rollout.partial_sums}, which only rollout.engine: jax imitates; write 1")
     if config.rollout.residual_compensation.fraction > 0:
         raise UserError("rollout.residual_compensation.fraction is above 0, which is not implemented yet; write 0.0")
     for axis, size in config.mesh:
@@ -98,16 +104,21 @@ def _check_guidance(config: Config) -> None:
         if guidance.record == "none":
             raise UserError(f"train_quant.{key} is guided, but guidance.record is none; write {key}: rtn, or record: mantissa")
         formats = [rollout.format_of(site) for site in sites]
-        if not any(name in FP4_FORMATS for name in formats) or "fp8" in formats:
+        if not any(name in BLOCK_FORMATS for name in formats) or "fp8" in formats:
             source = "rollout.activations" if key == "activations" else "rollout.kv_cache"
             raise UserError(
-                f"train_quant.{key} is guided, but {source} is {', '.join(formats)} and only {' and '.join(FP4_FORMATS)} can be recorded; "
-                f"write {key}: {'rtn' if 'fp8' in formats else 'none'}, or an FP4 format in the rollout"
+                f"train_quant.{key} is guided, but {source} is {', '.join(formats)} and only {' and '.join(BLOCK_FORMATS)} can be "
+                f"recorded; write {key}: {'rtn' if 'fp8' in formats else 'none'}, or an FP4 format in the rollout"
             )
         if not set(sites) & set(config.recorded_sites):
             raise UserError(f"train_quant.{key} is guided, but guidance.sites has no {' or '.join(sites)}; add it, or write {key}: rtn")
     if guidance.record != "none" and not config.recorded_sites:
         raise UserError(f"guidance.record is {guidance.record}, but no site of guidance.sites is FP4 in the rollout; write record: none")
+    if guidance.record != "none" and "guided" not in (quant.activations, quant.kv_cache):
+        raise UserError(
+            f"guidance.record is {guidance.record}, but nothing follows the record: train_quant.activations is {quant.activations} and "
+            f"train_quant.kv_cache is {quant.kv_cache}; write record: none, or guided"
+        )
 
 
 def _check_training_keys(config: Config) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from trace_jax.config.layer_spec import LayerSpec, parse_layers
-from trace_jax.config.section import SITES, Count, Format, Positive, Section, distinct
+from trace_jax.config.section import Count, Positive, Section, distinct
+from trace_jax.quantization.plan import RECORDED_SITES, Format, RecordedSite
 
 
 class KvCacheSection(Section):
@@ -40,6 +41,8 @@ class RolloutSection(Section):
       temperature: of sampling; 0 is greedy.
       top_p, top_k: truncation of the distribution; 1.0 and -1 switch it off.
       max_batch: sequences generated at the same time; null is all of them.
+      partial_sums: the embedded engine sums attention output and experts in this many shares, each rounded to the compute
+        dtype, as an engine spread over so many devices does; 1 is the trainer's own arithmetic.
     """
 
     engine: str = "jax"
@@ -57,6 +60,7 @@ class RolloutSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: int = -1
     max_batch: Positive | None = None
+    partial_sums: Positive = 1
 
     def format_of(self, site: str) -> Format:
         """Format of a recordable site: `expert_input`, `k` or `v`."""
@@ -95,11 +99,11 @@ class GuidanceSection(Section):
       layers: `all`, `last_half`, `last:N`, `first:N`, or a list of global layer ids.
       sites: which activation sites; a site that the rollout does not round to FP4 records nothing.
       audit: full-code records for diagnosis.
-      cache_budget_mb: memory for records that wait for the trainer, in MiB.
+      cache_budget_mb: most MiB on disk of the cache that `rollout --save-cache` writes; training keeps no cache.
     """
 
     record: Literal["none", "scales", "mantissa", "codes"] = "mantissa"
     layers: Annotated[LayerSpec, BeforeValidator(parse_layers)] = "last_half"
-    sites: Annotated[tuple[Literal["expert_input", "k", "v"], ...], Field(strict=False), AfterValidator(distinct)] = SITES
+    sites: Annotated[tuple[RecordedSite, ...], Field(strict=False), AfterValidator(distinct)] = RECORDED_SITES
     audit: AuditSection = AuditSection()
     cache_budget_mb: Positive = 2048

@@ -14,8 +14,9 @@ from pydantic import AfterValidator, Field
 
 from trace_jax.config.rollout_sections import GuidanceSection, RolloutSection, TrainQuantSection
 from trace_jax.config.run_sections import CalibrationSection, CheckpointSection, EvalSection, MeshSection, SyncSection
-from trace_jax.config.section import FP4_FORMATS, Positive, Rate, Section, distinct
+from trace_jax.config.section import Positive, Rate, Section, distinct
 from trace_jax.config.training_sections import AlgorithmSection, OptimizerConfig, SftSection, TrainSection
+from trace_jax.quantization.plan import BLOCK_FORMATS
 
 
 class ModelSection(Section):
@@ -87,4 +88,4 @@ class Config(Section):
         """Sites that the rollout records: those of `guidance.sites` that it rounds to FP4; none if `record` is none."""
         if self.guidance.record == "none":
             return ()
-        return tuple(site for site in self.guidance.sites if self.rollout.format_of(site) in FP4_FORMATS)
+        return tuple(site for site in self.guidance.sites if self.rollout.format_of(site) in BLOCK_FORMATS)

@@ -6,15 +6,6 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Format: TypeAlias = Literal["bf16", "fp8", "nvfp4", "mxfp4"]
-"""Number format of a tensor in the rollout."""
-
-FP4_FORMATS = ("nvfp4", "mxfp4")
-"""Formats whose rounding a guidance record can hold."""
-
-SITES = ("expert_input", "k", "v")
-"""Sites a guidance record can hold: input of the experts' gate/up projection, keys after RoPE, values."""
-
 Split: TypeAlias = Literal["train", "validation", "test"]
 Positive: TypeAlias = Annotated[int, Field(ge=1)]
 Count: TypeAlias = Annotated[int, Field(ge=0)]

@@ -14,7 +14,8 @@ and after rounding, and the comparison needs nothing else. Definitions (method n
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import astuple, dataclass
 
 import jax
 import numpy as np
@@ -22,16 +23,15 @@ from jaxtyping import Bool, Float, UInt8
 
 from pallas_kernels import oracle
 from pallas_kernels.formats import block_format
-from trace_jax.metrics.weighted import Stats, WeightedMetric, finalize
 from trace_jax.models.inputs import SiteValues
 from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
-from trace_jax.rollout.padding import PaddedSite, pad_batch
+from trace_jax.rollout.padding import PaddedSite, pack_batch
 from trace_jax.rollout.trajectories import Trajectories
 from trace_jax.train.batches import TrainBatch, make_batch
 from trace_jax.train.objective import ObjectiveSpec
-from trace_jax.train.setup import Setup
 from trace_jax.train.state import TrainState
+from trace_jax.train.update import UpdateSettings
 
 PREFIX = "guidance/audit"
 MAGNITUDES = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
@@ -39,59 +39,76 @@ MAGNITUDES = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
 
 @dataclass(frozen=True)
 class SiteComparison:
-    """One layer and site: sums and counts of the four figures."""
+    """One layer and site as counts and sums over its values; those of parts of a batch add up.
 
-    code_agreement: WeightedMetric
-    adjacent_share: WeightedMetric
-    outside_bracket_fraction: WeightedMetric
-    d_act: WeightedMetric
+    Args:
+      values: how many were compared.
+      equal: the rounded result is the rollout's.
+      moved: rounding to nearest under the rollout's scale gives another code.
+      adjacent: of the moved ones, those exactly one code away.
+      outside: the rollout's code is neither neighbour of the trainer's value.
+      squared_difference, squared_rollout: sums of squares of the difference, and of the rollout's values.
+    """
+
+    values: int
+    equal: int
+    moved: int
+    adjacent: int
+    outside: int
+    squared_difference: float
+    squared_rollout: float
+
+    def __add__(self, other: SiteComparison) -> SiteComparison:
+        """The comparison over the values of both."""
+        return SiteComparison(*(mine + others for mine, others in zip(astuple(self), astuple(other), strict=True)))
+
+    def figures(self) -> dict[str, float]:
+        """The four figures by name; a share of nothing is NaN."""
+        return {
+            "code_agreement": _share(self.equal, self.values),
+            "adjacent_share": _share(self.adjacent, self.moved),
+            "outside_bracket_fraction": _share(self.outside, self.values),
+            "d_act": math.sqrt(self.squared_difference) / max(math.sqrt(self.squared_rollout), 1e-30),
+        }
 
 
-def audit_metrics(setup: Setup, state: TrainState, trajectories: Trajectories) -> dict[str, float]:
+def audit_metrics(settings: UpdateSettings, state: TrainState, trajectories: Trajectories) -> dict[str, float]:
     """The figures of a batch's audited sequences under the names `guidance/audit/<figure>/<site>/layer_<id>`."""
     if trajectories.audit is None:
         return {}
-    audited = trajectories.select(trajectories.audit.sequences)
-    comparisons = compare_sites(setup.objective, state.params, state.multipliers, audited, replay=setup.config.algorithm.routing_replay)
-    stats: Stats = {}
-    for (site, layer), result in comparisons.items():
-        for figure in ("code_agreement", "adjacent_share", "outside_bracket_fraction", "d_act"):
-            stats[f"{PREFIX}/{figure}/{site}/layer_{layer}"] = getattr(result, figure)
-    return finalize(stats)
+    compared = compare_sites(state.params, state.multipliers, trajectories.select(trajectories.audit.sequences), settings)
+    return {
+        f"{PREFIX}/{figure}/{site}/layer_{layer}": value
+        for (site, layer), result in compared.items()
+        for figure, value in result.figures().items()
+    }
 
 
 def compare_sites(
-    spec: ObjectiveSpec,
-    params: Params,
-    multipliers: Multipliers,
-    audited: Trajectories,
-    *,
-    replay: bool = True,
-    max_length: int | None = None,
+    params: Params, multipliers: Multipliers, audited: Trajectories, settings: UpdateSettings
 ) -> dict[tuple[str, int], SiteComparison]:
-    """Compares the trainer's forward under `spec.plan` with the rollout's codes.
+    """Compares the trainer's forward with the rollout's codes, in micro-batches of the shapes that train.
 
     Args:
       audited: sequences that all have an audit record.
-      replay: whether routes are replayed.
-      max_length: no sequence is longer; batches that share it share one compiled forward. None takes the longest here.
 
     Returns:
       One comparison per (site, global layer id) of the audit record.
     """
     assert audited.audit is not None  # the caller selected audited sequences
-    length = -(-(max_length or int(audited.lengths().max())) // 16) * 16
-    everything = list(range(audited.num_sequences))
-    num_layers = spec.policy.config.num_layers
-    batch, _ = make_batch(audited, [[index] for index in everything], length, len(everything), num_layers=num_layers, replay=replay)
-    observed = jax.device_get(_observe(params, multipliers, batch, spec=spec))
-    full = pad_batch(audited.replace(guidance=audited.audit.record), everything, length).guidance
-    assert full is not None  # just put there
-    results = {}
-    for name, record in full.sites.items():
-        values: SiteValues = observed[name]
-        for slot, layer in enumerate(record.layer_ids.tolist()):
-            results[name, layer] = _compare(_layer(values, layer), record, slot, full.valid)
+    recorded = audited.replace(guidance=audited.audit.record)
+    num_layers = settings.spec.policy.config.num_layers
+    results: dict[tuple[str, int], SiteComparison] = {}
+    for micro in settings.plan(audited.lengths()):
+        batch, _ = make_batch(audited, micro.bins, micro.length, micro.rows, num_layers=num_layers, replay=settings.replay)
+        observed = _observe(params, multipliers, batch, spec=settings.spec)
+        full = pack_batch(recorded, micro.bins, micro.length, micro.rows).guidance
+        assert full is not None  # just put there
+        for name, record in full.sites.items():
+            values: SiteValues = jax.device_get(observed[name])
+            for slot, layer in enumerate(record.layer_ids.tolist()):
+                found = _compare(_layer(values, layer), record, slot, full.valid)
+                results[name, layer] = results[name, layer] + found if (name, layer) in results else found
     return results
 
 
@@ -121,11 +138,18 @@ def _compare(values: SiteValues, record: PaddedSite, slot: int, valid: Bool[np.n
     index = np.abs(place_rollout)
     inside = same_side & ((index == lower) | (index == lower + 1))
     return SiteComparison(
-        code_agreement=WeightedMetric(float(np.sum(after == rollout)), rollout.size),
-        adjacent_share=WeightedMetric(float(np.sum(apart == 1)), int(np.sum(apart > 0))),
-        outside_bracket_fraction=WeightedMetric(float(np.sum(~inside)), rollout.size),
-        d_act=WeightedMetric(float(np.linalg.norm(after - rollout) / max(float(np.linalg.norm(rollout)), 1e-30)), 1),
+        values=rollout.size,
+        equal=int(np.sum(after == rollout)),
+        moved=int(np.sum(apart > 0)),
+        adjacent=int(np.sum(apart == 1)),
+        outside=int(np.sum(~inside)),
+        squared_difference=float(np.sum((after - rollout) ** 2)),
+        squared_rollout=float(np.sum(rollout**2)),
     )
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else math.nan
 
 
 def _scales(record: PaddedSite, slot: int, valid: Bool[np.ndarray, "B T"]) -> Float[np.ndarray, "rows *lead d"]:

@@ -21,58 +21,50 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from trace_jax.config import METHODS
+from trace_jax.config import METHODS, Config
 from trace_jax.errors import UserError
 from trace_jax.evaluation.audit import compare_sites
+from trace_jax.evaluation.cache_origin import read_origin
 from trace_jax.evaluation.mismatch_verdict import RISKY, SMALL, gap_size, judge
-from trace_jax.evaluation.open_policy import OpenPolicy, open_policy, precision_config, require_precision
-from trace_jax.evaluation.precision_rollout import PrecisionRollout, cached_rollout, roll_out, stored_precision
+from trace_jax.evaluation.open_policy import OpenPolicy, open_policy
+from trace_jax.evaluation.precision_rollout import PrecisionRollout, cached_rollout, roll_out
+from trace_jax.evaluation.precisions import METHODS_OF, precision_config, precision_overrides, require_precision
 from trace_jax.metrics.weighted import finalize
 from trace_jax.rl.diagnostics import position_gap_stats
 from trace_jax.rollout.padding import pad_batch
 from trace_jax.rollout.trajectories import Trajectories
 from trace_jax.terminal import Announce, unannounced
-from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.setup import Setup
 from trace_jax.train.update import UpdateSettings, measure
-
-METHODS_OF = {
-    "bf16": ("bf16",),
-    "fp8": ("naive", "qat"),
-    "nvfp4": ("naive", "qat", "trace_scales", "trace", "trace_full"),
-    "mxfp4": ("naive", "qat", "trace_scales", "trace", "trace_full"),
-}
-"""Methods that make sense at a precision; only FP4 codes can be recorded."""
 
 FP4 = ("nvfp4", "mxfp4")
 DEFAULT_PROMPTS = 64
 
 
-def method_report(opened: OpenPolicy, rollout: PrecisionRollout, method: str) -> dict[str, Any]:
+def method_report(opened: OpenPolicy, rollout: PrecisionRollout, config: Config) -> dict[str, Any]:
     """The divergence of one method from a rollout, as plain numbers.
+
+    Args:
+      config: of the method, at the rollout's precision.
 
     Returns:
       `metrics` (names of the training log), `positions` (mean |gap| by token index in the answer), `sites` (per site and
       layer, the figures of the audit; FP4 only), and `gap`, the size of the gap: small, risky or large.
     """
-    setup = opened.setup(precision_config(opened.config, rollout.precision, method))
+    setup = opened.setup(config)
     trajectories = with_record(rollout.trajectories, setup)
     settings = UpdateSettings(
         spec=setup.objective,
-        optimizer=make_optimizer(setup.config.optimizer),
-        micro_batch_tokens=setup.config.train.micro_batch_tokens,
+        micro_batch_tokens=config.train.micro_batch_tokens,
         max_length=rollout.max_length,
-        replay=setup.config.algorithm.routing_replay,
+        replay=config.algorithm.routing_replay,
     )
     measured = measure(opened.params, opened.multipliers, trajectories, settings)
     metrics = {name: value for name, value in finalize(measured.stats).items() if name != "loss" and not name.startswith("policy/")}
     sites: dict[str, dict[str, dict[str, float]]] = {}
     if rollout.precision in FP4:
-        compared = compare_sites(
-            setup.objective, opened.params, opened.multipliers, trajectories, replay=settings.replay, max_length=rollout.max_length
-        )
-        for (site, layer), result in compared.items():
-            sites.setdefault(site, {})[str(layer)] = {name: float(metric.mean()) for name, metric in vars(result).items()}
+        for (site, layer), result in compare_sites(opened.params, opened.multipliers, trajectories, settings).items():
+            sites.setdefault(site, {})[str(layer)] = result.figures()
     return {
         "metrics": metrics,
         "positions": _positions(trajectories, measured.logp, rollout.max_length),
@@ -110,7 +102,7 @@ def measure_mismatch(
     Args:
       path: run directory or checkpoint.
       methods: trainer methods; None takes all that make sense at a precision.
-      precisions: rollout precisions; None takes all. A guidance cache has one precision, the stored config's.
+      precisions: rollout precisions; None takes all. A guidance cache has one, the precision it was written at.
       engine: `jax`, the embedded engine.
       cache: a folder written by `trace-jax rollout --save-cache`, to compare with instead of generating.
       max_prompts: prompts of the split; None takes 64.
@@ -120,19 +112,22 @@ def measure_mismatch(
     """
     if engine != "jax":
         raise UserError(f"--engine {engine!r} is not available in this version; write jax")
-    if cache is not None and (precisions or split or max_prompts):
-        raise UserError("--cache brings its own answers; leave out --precisions, --split and --max-prompts")
-    plan = methods_by_precision(methods, precisions)
+    if cache is not None and (precisions or task or split or max_prompts):
+        raise UserError("--cache brings its own answers; leave out --precisions, --task, --split and --max-prompts")
+    origin = None if cache is None else read_origin(cache)
+    plan = methods_by_precision(methods, precisions if origin is None else [origin.precision])
     announce(f"reading {path}")
     opened = open_policy(path, (), task)
     try:
         config = opened.config
-        if cache is not None:
-            plan = methods_by_precision(methods, [stored_precision(config)])
+        # Every config before the first answer: one that cannot be measured must not cost the rollouts of the others.
+        configs = {
+            (precision, method): precision_config(config, precision, method) for precision, found in plan.items() for method in found
+        }
         report: dict[str, Any] = {
             "policy": str(path),
-            "task": config.task.name,
-            "split": None if cache is not None else split or config.eval.split,
+            "task": config.task.name if origin is None else origin.task,
+            "split": None if origin is not None else split or config.eval.split,
             "cache": None if cache is None else str(cache),
             "seed": seed,
             "limits": {"token_mult_prob_error": {"small": SMALL, "risky": RISKY}},
@@ -140,7 +135,7 @@ def measure_mismatch(
         }
         done, total = 0, sum(1 + len(found) for found in plan.values())
         for precision, found in plan.items():
-            announce(f"{precision}: {'reading' if cache is not None else 'generating'} answers", done, total)
+            announce(f"{precision}: {'generating' if origin is None else 'reading'} answers", done, total)
             rollout = (
                 cached_rollout(opened, cache)
                 if cache is not None
@@ -156,11 +151,12 @@ def measure_mismatch(
             by_method = {}
             for number, method in enumerate(found, done + 1):
                 announce(f"{precision}: compiling and measuring trainer {method}", number, total)
-                by_method[method] = method_report(opened, rollout, method)
+                by_method[method] = method_report(opened, rollout, configs[precision, method])
             done += 1 + len(found)
             rate, low, high = rollout.pass_at_1
             report["precisions"][precision] = {
                 "sequences": rollout.trajectories.num_sequences,
+                "prompts": rollout.prompts,
                 "pass_at_1": rate,
                 "pass_at_1_low": low,
                 "pass_at_1_high": high,
@@ -169,7 +165,7 @@ def measure_mismatch(
             }
         measured = report["precisions"]
         for precision in (name for name in measured if name != "bf16"):
-            measured[precision] |= judge(precision, measured[precision], measured.get("bf16"))
+            measured[precision] |= judge(precision, measured[precision], measured.get("bf16"), precision_overrides(config, precision))
         return report
     finally:
         opened.task.close()

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trace_jax.evaluation.pass_rate import pass_interval
+from trace_jax.evaluation.pass_rate import wilson
+from trace_jax.evaluation.precisions import METHODS_OF
 
 SMALL, RISKY = 1.02, 1.05
 """Limits on `token_mult_prob_error`, mean(exp |gap|): at most SMALL is small; NeMo RL's gate is 1.05, above it is large."""
@@ -29,12 +30,13 @@ def gap_size(token_mult_prob_error: float) -> GapSize:
     return "small" if token_mult_prob_error <= SMALL else "risky" if token_mult_prob_error <= RISKY else "large"
 
 
-def judge(precision: str, entry: Mapping[str, Any], reference: Mapping[str, Any] | None) -> dict[str, str]:
+def judge(precision: str, entry: Mapping[str, Any], reference: Mapping[str, Any] | None, overrides: str = "") -> dict[str, str]:
     """The verdict on a precision below BF16, and the answer in a line.
 
     Args:
-      entry: the precision's part of the report: `sequences`, `pass_at_1` with `_low` and `_high`, and `methods`.
+      entry: the precision's part of the report: `prompts`, `pass_at_1` with `_low` and `_high`, and `methods`.
       reference: the same of `bf16`; None if it was not measured.
+      overrides: settings that bring the config to the precision; empty if it is the config's own.
 
     Returns:
       `verdict`: `yes` if a method of small gap exists, `risky` if only a risky one does, `no` if neither does or the pass rate
@@ -51,9 +53,8 @@ def judge(precision: str, entry: Mapping[str, Any], reference: Mapping[str, Any]
     if entry["pass_at_1_high"] < reference["pass_at_1_low"]:
         return {"verdict": "no", "answer": f"{precision}: no, with any method: {rates} is a loss. Next: keep the rollout in bf16."}
     best: Verdict = "yes" if "small" in methods.values() else "risky" if "risky" in methods.values() else "no"
-    small = [name for name, gap in methods.items() if gap == "small"]
-    step = f"train with method={small[0]}" if small else "record more (method=trace_full), or keep the rollout in bf16"
-    return {"verdict": best, "answer": f"{precision}: {_by_gap(methods, 'yes', 'risky', 'no')} ({rates}). Next: {step}."}
+    found = f"{_by_gap(methods, 'yes', 'risky', 'no')} ({rates})"
+    return {"verdict": best, "answer": f"{precision}: {found}. Next: {_step(precision, methods, overrides)}."}
 
 
 def _unjudged(entry: Mapping[str, Any], reference: Mapping[str, Any] | None) -> str | None:
@@ -63,10 +64,20 @@ def _unjudged(entry: Mapping[str, Any], reference: Mapping[str, Any] | None) -> 
     if not np.isfinite([entry["pass_at_1"], reference["pass_at_1"]]).all():
         return "no answer could be verified"
     # Where even a model that solves nothing would overlap BF16's interval, an overlap says nothing.
-    nothing = np.zeros((entry["sequences"], 1), bool)
-    if reference["pass_at_1_low"] <= pass_interval(nothing, ~nothing)[2]:
+    if reference["pass_at_1_low"] <= wilson(0.0, entry["prompts"])[1]:
         return f"bf16's pass@1 {reference['pass_at_1']:.3f} is too uncertain to show a loss; raise --max-prompts, or train the model first"
     return None
+
+
+def _step(precision: str, methods: Mapping[str, GapSize], overrides: str) -> str:
+    """What to do next where the pass rate is no loss."""
+    known = METHODS_OF[precision]
+    small = [name for name in known if methods.get(name) == "small"]
+    if small:
+        return f"train with method={small[0]} {overrides}".rstrip()
+    closer = known[1 + max(known.index(name) for name in methods) :]
+    measure = f"measure what follows the rollout more closely (--methods {','.join(closer)}), or " if closer else ""
+    return f"{measure}keep the rollout in bf16"
 
 
 def _by_gap(methods: Mapping[str, GapSize], *words: str) -> str:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from trace_jax.config import METHODS, Config, from_mapping
-from trace_jax.config.keys import overlay
-from trace_jax.errors import UserError
+from trace_jax.config import Config, from_mapping
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
@@ -17,12 +14,6 @@ from trace_jax.rollout.weight_sync import static_sites
 from trace_jax.tasks import Task
 from trace_jax.train.checkpoint import load_policy
 from trace_jax.train.setup import Setup, build_setup, calibrated, load_config_task, require_finite
-
-PRECISIONS: dict[str, dict[str, Any]] = {
-    name: {"rollout": {"weights": name, "activations": name, "kv_cache": {"k": name, "v": name}}}
-    for name in ("bf16", "fp8", "nvfp4", "mxfp4")
-}
-"""Precision -> the config keys that set every quantized tensor of the rollout to it."""
 
 
 @dataclass
@@ -68,21 +59,3 @@ def open_policy(path: Path, overrides: Sequence[str] = (), task: str | None = No
         values = values | {"task": {"name": task}}
     config = from_mapping(values, overrides, source=f"the config stored in {path}")
     return OpenPolicy(config, loaded.policy, loaded.params, loaded.multipliers, load_config_task(config))
-
-
-def precision_config(config: Config, precision: str, method: str) -> Config:
-    """The config with the rollout at a precision and the trainer as a method says.
-
-    Raises:
-      UserError: there is no such precision.
-    """
-    require_precision(precision)
-    values = config.model_dump(mode="json")
-    keys = METHODS["bf16"] if precision == "bf16" else overlay(METHODS[method], PRECISIONS[precision])
-    return from_mapping(overlay(values, keys) | {"method": "bf16" if precision == "bf16" else method})
-
-
-def require_precision(precision: str) -> None:
-    """Raises UserError for a precision that does not exist."""
-    if precision not in PRECISIONS:
-        raise UserError(f"precision {precision!r} is unknown; write one of: {', '.join(PRECISIONS)}")

@@ -6,17 +6,22 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int64
 
 from trace_jax.errors import UserError
-from trace_jax.rollout.engine import Engine, generate
-from trace_jax.rollout.prompts import SamplingSettings, make_requests, score
+from trace_jax.evaluation.answers import scored_answers
+from trace_jax.evaluation.precisions import precision_name
+from trace_jax.rollout.engine import Engine
+from trace_jax.rollout.prompts import SamplingSettings
 from trace_jax.rollout.trajectories import FinishReason
 from trace_jax.tasks import Task
 from trace_jax.tokenizers import Tokenizer
 
 FIRST_SAMPLE = 1 << 48
 """Sample ids of evaluations start here, apart from those of training."""
+
+Z = 1.959964
+"""Normal quantile of a two-sided 95 % interval."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class PassRate:
       response_length_mean: sampled tokens per answer.
       truncated_fraction: share of answers cut at the limit.
       verifier_errors: answers without a verdict; left out of every mean.
+      precision: of the rollout, as the engine executes it.
     """
 
     pass_at_1: float
@@ -42,6 +48,7 @@ class PassRate:
     response_length_mean: float
     truncated_fraction: float
     verifier_errors: int
+    precision: str
 
 
 def measure_pass_rate(
@@ -59,12 +66,9 @@ def measure_pass_rate(
     rows = task.rows(split)[:max_prompts]
     if not rows:
         raise UserError(f"split {split!r} of the task has no rows; name another split or enlarge the task")
-    requests = make_requests(rows, tokenizer, settings, group_size=samples, first_sample=FIRST_SAMPLE, seed=seed)
-    trajectories = generate(engine, requests)
-    scored = score(trajectories, [row for row in rows for _ in range(samples)], task, tokenizer)
-    correct = scored.correct.reshape(len(rows), samples)
-    verified = ~np.isnan(scored.reward).reshape(len(rows), samples)
-    rate, low, high = pass_interval(correct, verified)
+    scored = scored_answers(engine, rows, task, tokenizer, settings, group_size=samples, first_sample=FIRST_SAMPLE, seed=seed)
+    trajectories, verified = scored.trajectories, ~np.isnan(scored.reward)
+    rate, low, high = pass_interval(scored.correct, verified, trajectories.group)
     return PassRate(
         pass_at_1=rate,
         low=low,
@@ -75,23 +79,40 @@ def measure_pass_rate(
         response_length_mean=float(trajectories.sampled_lengths().mean()),
         truncated_fraction=float(np.mean(trajectories.finish_reason == FinishReason.LENGTH)),
         verifier_errors=scored.verifier_errors,
+        precision=precision_name(engine.capabilities()),
     )
 
 
-def pass_interval(correct: Bool[np.ndarray, "P S"], verified: Bool[np.ndarray, "P S"]) -> tuple[float, float, float]:
-    """Mean pass rate over prompts and its 95 % interval.
+def pass_interval(
+    correct: Bool[np.ndarray, " B"], verified: Bool[np.ndarray, " B"], group: Int64[np.ndarray, " B"]
+) -> tuple[float, float, float]:
+    """Mean pass rate over prompts and its 95 % interval; NaN if nothing was verified.
 
-    With one answer per prompt the interval is Wilson's (Wilson 1927), which behaves near 0 and 1. With several, answers to
-    one prompt are not independent, so the interval is normal over the prompts' means, cut to [0, 1].
+    Answers to one prompt are not independent, so the interval is Wilson's with the effective number of answers, as for
+    clustered samples (Korn & Graubard 1998, Survey Methodology 24, 193-201): so many independent answers have a mean that varies as
+    much as the mean over these prompts. It lies between the number of prompts (answers to a prompt are all alike) and of answers.
+    Where all or no answers are right nothing shows how alike they are, and it is the number of prompts.
+
+    Args:
+      correct: whether an answer is right.
+      verified: whether it has a verdict; the others are left out.
+      group: the prompt it belongs to.
     """
-    counted = verified.any(axis=1)
-    if not counted.any():
+    _, prompt = np.unique(group[verified], return_inverse=True)
+    if not prompt.size:
         return math.nan, math.nan, math.nan
-    means = (correct & verified).sum(axis=1)[counted] / verified.sum(axis=1)[counted]
-    n, rate, z = means.size, float(means.mean()), 1.959964
-    if correct.shape[1] == 1:
-        centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
-        half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-        return rate, max(0.0, centre - half), min(1.0, centre + half)  # rounding can lead just beyond
-    error = z * float(means.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
-    return rate, max(0.0, rate - error), min(1.0, rate + error)
+    answers = np.bincount(prompt)
+    means = np.bincount(prompt, weights=correct[verified]) / answers
+    prompts, rate = means.size, float(means.mean())
+    variance, effective = rate * (1 - rate), float(prompts)
+    if prompts > 1 and variance > 0:
+        between = float(np.clip(means.var(ddof=1), variance * prompts / prompt.size, variance))
+        effective = prompts * variance / between
+    return rate, *wilson(rate, effective)
+
+
+def wilson(rate: float, n: float) -> tuple[float, float]:
+    """95 % score interval of a rate among n independent answers (Wilson 1927), which behaves near 0 and 1."""
+    centre = (rate + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z / (1 + Z * Z / n) * math.sqrt(rate * (1 - rate) / n + Z * Z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)  # rounding can lead just beyond

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import numpy as np
 
 from trace_jax.config import load
 from trace_jax.errors import UserError
+from trace_jax.evaluation.answers import scored_answers
+from trace_jax.evaluation.cache_origin import CacheOrigin, rollout_identity, write_origin
 from trace_jax.evaluation.open_policy import OpenPolicy, open_policy
 from trace_jax.evaluation.pass_rate import FIRST_SAMPLE
+from trace_jax.evaluation.precisions import precision_name
 from trace_jax.files import require_writable
 from trace_jax.guidance.cache import GuidanceCache
-from trace_jax.guidance.cache_index import INDEX_NAME
-from trace_jax.rollout.engine import generate
-from trace_jax.rollout.prompts import make_requests, score
 from trace_jax.rollout.storage import json_rows, write_jsonl
 from trace_jax.rollout.trajectories import Trajectories
 from trace_jax.terminal import Announce, unannounced
@@ -56,27 +57,29 @@ def generate_rollouts(
             raise UserError(f"method {config.method} records no guidance to save; add method=trace, or leave --save-cache out")
         setup = opened.setup(config)
         rows = opened.task.rows(split)[: max_prompts or config.eval.max_prompts]
-        requests = make_requests(
-            rows,
-            setup.tokenizer,
-            setup.sampling,
-            group_size=config.rollout.group_size,
-            first_sample=FIRST_SAMPLE,
-            seed=seed,
-            audited=len(rows) * config.rollout.group_size if save_cache is not None else 0,
-        )
-        announce(f"generating {len(requests)} answers, {split} split")
-        engine = setup.engine()
-        sync_weights(engine, setup, opened.params, opened.multipliers, 0)
-        trajectories = generate(engine, requests)
-        engine.close()
-        scored = score(trajectories, [row for row in rows for _ in range(config.rollout.group_size)], opened.task, setup.tokenizer)
+        answers = len(rows) * config.rollout.group_size
+        announce(f"generating {answers} answers, {split} split")
+        with closing(setup.engine()) as engine:
+            ack = sync_weights(engine, setup, opened.params, opened.multipliers, 0)
+            precision = precision_name(engine.capabilities())
+            scored = scored_answers(
+                engine,
+                rows,
+                opened.task,
+                setup.tokenizer,
+                setup.sampling,
+                group_size=config.rollout.group_size,
+                first_sample=FIRST_SAMPLE,
+                seed=seed,
+                audited=answers if save_cache is not None else 0,
+            )
     finally:
         opened.task.close()
-    verified = ~np.isnan(scored.reward)
+    trajectories, verified = scored.trajectories, ~np.isnan(scored.reward)
     result: dict[str, Any] = {
         "out": str(out),
         "split": split,
+        "precision": precision,
         "sequences": trajectories.num_sequences,
         "tokens": trajectories.num_tokens,
         "reward_mean": float(scored.reward[verified].mean()) if verified.any() else float("nan"),
@@ -85,9 +88,11 @@ def generate_rollouts(
     }
     # The answers first: they are of use without the cache, and the cache is not without them.
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_jsonl(out, json_rows(scored.trajectories, setup.tokenizer))
+    write_jsonl(out, json_rows(trajectories, setup.tokenizer))
     if save_cache is not None:
-        size = _save_cache(save_cache, scored.trajectories, config.guidance.cache_budget_mb << 20)
+        correct = dict(zip(trajectories.sample_id.tolist(), scored.correct.tolist(), strict=True))
+        origin = CacheOrigin(config.task.name, precision, rollout_identity(setup, ack.checksum), correct)
+        size = _save_cache(save_cache, trajectories, origin, config.guidance.cache_budget_mb << 20)
         result |= {"cache": str(save_cache), "cache_bytes": size}
     return result
 
@@ -106,17 +111,18 @@ def _require_outputs(out: Path, save_cache: Path | None) -> None:
         return
     if save_cache.exists() and (not save_cache.is_dir() or any(save_cache.iterdir())):
         raise UserError(f"{save_cache} is not an empty folder; choose another --save-cache")
-    require_writable(save_cache / INDEX_NAME)  # in the folder, which may be there already
+    require_writable(save_cache)
     answers, cache = out.resolve(), save_cache.resolve()
     if answers.is_relative_to(cache) or cache.is_relative_to(answers):
         raise UserError(f"--out {out} and --save-cache {save_cache} lie in each other; choose places apart")
 
 
-def _save_cache(directory: Path, trajectories: Trajectories, budget_bytes: int) -> int:
+def _save_cache(directory: Path, trajectories: Trajectories, origin: CacheOrigin, budget_bytes: int) -> int:
     """Writes the whole cache or leaves no folder; returns its bytes."""
     try:
         cache = GuidanceCache.open(directory, budget_bytes)
         cache.put(trajectories)
+        write_origin(directory, origin)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)  # it was absent or empty before
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trace_jax.errors import UserError
-from trace_jax.evaluation.open_policy import OpenPolicy, open_policy, precision_config
+from trace_jax.evaluation.open_policy import OpenPolicy, open_policy
 from trace_jax.evaluation.pass_rate import PassRate, measure_pass_rate
-from trace_jax.evaluation.precision_name import rollout_precision
+from trace_jax.evaluation.precisions import precision_config
 from trace_jax.terminal import Announce, result_console, unannounced
 from trace_jax.train.setup import sync_weights
 
@@ -34,7 +35,7 @@ def evaluate_policy(
     """Measures a policy on a split of its task; None takes the stored setting.
 
     Returns:
-      The fields of `PassRate`, and `policy`, `task`, `split`, `precision`, `greedy`, `temperature` (0 if greedy), `seed`.
+      The fields of `PassRate`, and `policy`, `task`, `split`, `greedy`, `temperature` (0 if greedy), `seed`.
 
     Raises:
       UserError: a setting is wrong, or greedy answers are asked for more than once per prompt.
@@ -63,7 +64,6 @@ def evaluate_policy(
         "policy": str(path),
         "task": config.task.name,
         "split": split,
-        "precision": precision or rollout_precision(config.rollout),
         "greedy": temperature == 0,
         "temperature": temperature,
         "seed": seed,
@@ -76,15 +76,12 @@ def pass_rate_at(
     """The pass rate of an opened policy at a precision (None: the config's own), in a fresh engine."""
     config = opened.config if precision is None else precision_config(opened.config, precision, "naive")
     setup = opened.setup(config)
-    engine = setup.engine()
-    sync_weights(engine, setup, opened.params, opened.multipliers, 0)
     sampling = replace(setup.sampling, temperature=temperature)
-    try:
+    with closing(setup.engine()) as engine:
+        sync_weights(engine, setup, opened.params, opened.multipliers, 0)
         return measure_pass_rate(
             engine, setup.task, setup.tokenizer, sampling, split=split, samples=samples, max_prompts=max_prompts, seed=seed
         )
-    finally:
-        engine.close()
 
 
 def print_pass_rate(result: dict[str, Any]) -> None:

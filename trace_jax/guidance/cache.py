@@ -6,7 +6,7 @@
 3. The bytes stay within a budget: the batch used longest ago is dropped as a whole.
 4. A sample that was dropped, or whose file is damaged, counts as missing: the caller generates it again or trains its
    tokens unguided.
-5. `open` continues after a restart with what is on disk.
+5. `open` continues after a restart with what is on disk. Only `put` and `convert` change the folder.
 
 One process writes. Not thread-safe.
 """
@@ -38,7 +38,7 @@ class CacheStats:
         budget_bytes: most bytes.
         hits: asked for and there.
         missing: asked for and not there, for whatever reason.
-        evicted: dropped for the budget or by request.
+        evicted: dropped for the budget.
         damaged: dropped because the file was not what had been stored.
     """
 
@@ -74,11 +74,11 @@ class GuidanceCache:
 
         Args:
             directory: cache folder; made if it does not exist and a budget is given.
-            budget_bytes: most bytes to hold on disk; None keeps the budget it was made with.
+            budget_bytes: most bytes to hold on disk, between writes; None keeps the budget it was made with.
 
         Raises:
             UserError: there is no cache and no budget to make one, it was written by another version, or the folder
-                cannot be made.
+                cannot be made or read.
         """
         store = BatchStore.open_folder(Path(directory), budget_bytes)
         cache = cls(store.budget_bytes)
@@ -106,6 +106,9 @@ class GuidanceCache:
         """Stored trajectories with their record, in the order asked for.
 
         Samples that are not there are left out and counted; compare `sample_id` of the result.
+
+        Raises:
+            UserError: a file cannot be read now (permissions, too many open files), or was written by another version.
         """
         wanted = list(dict.fromkeys(int(sample) for sample in sample_ids))
         entry_of = {sample: entry for sample in wanted if (entry := self._store.find(sample)) is not None}
@@ -151,11 +154,6 @@ class GuidanceCache:
             return None
         # The part without rows gives the form even if every sample is missing.
         return GuidanceRecord.concat([form if layers is None else form.take_layers(layers), *parts], [0, *counts])
-
-    def evict(self, sample_ids: Iterable[int | np.integer]) -> None:
-        """Drop samples; a batch goes when its last sample does. Unknown ids are ignored."""
-        self._store.evicted += self._store.forget(int(sample) for sample in sample_ids)
-        self._store.save_index()
 
     def convert(self, kind: RecordKind, layers: Sequence[int] | None = None) -> None:
         """Replace every record by a smaller one, for instance full codes by the mantissa bits of the deeper layers.

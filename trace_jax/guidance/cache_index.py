@@ -92,6 +92,7 @@ def read_index(directory: Path) -> Index | None:
 
     Raises:
         UserError: the index belongs to another protocol version.
+        OSError: it cannot be read now.
     """
     path = directory / INDEX_NAME
     try:
@@ -100,7 +101,7 @@ def read_index(directory: Path) -> Index | None:
         if stored["checksum"] != _checksum(content):
             return None
         protocol = content["protocol"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     if protocol != INDEX_PROTOCOL:
         raise UserError(f"{path} has cache protocol {protocol}, this version reads {INDEX_PROTOCOL}; generate the cache again")

@@ -38,11 +38,6 @@ class GuidanceRecord:
         """N."""
         return self.valid.shape[0]
 
-    @property
-    def missing_fraction(self) -> float:
-        """Share of rows without a record (0 for no rows)."""
-        return float(np.mean(~self.valid)) if self.num_tokens else 0.0
-
     def take(self, rows: Rows) -> GuidanceRecord:
         """Rows of the record: views for a slice, copies for an index array."""
         return dataclasses.replace(

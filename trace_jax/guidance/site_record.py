@@ -20,10 +20,13 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
+from pallas_kernels import block_format
+from trace_jax.quantization.plan import BLOCK_FORMATS
+
 RecordKind: TypeAlias = Literal["scales", "mantissa", "codes"]
 RECORD_KINDS: tuple[str, ...] = get_args(RecordKind)
 BITS_PER_VALUE = {"scales": 0, "mantissa": 1, "codes": 4}
-BLOCKS = {"nvfp4": 16, "mxfp4": 32}
+BLOCKS = {name: block_format(name).block for name in BLOCK_FORMATS}
 Rows: TypeAlias = slice | np.ndarray
 
 

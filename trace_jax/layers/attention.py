@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import keep_rounding
+
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Score of a key that a query may not look at; finite, so that a row without any key gives finite numbers."""
 
@@ -24,8 +26,9 @@ def attend(
     batch, tokens, heads, head_dim = query.shape
     grouped = query.reshape(batch, tokens, key.shape[2], -1, head_dim)
     scores = jnp.einsum("BTKGh,BSKh->BKGTS", grouped, key, preferred_element_type=jnp.float32) * head_dim**-0.5
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, HIDDEN), axis=-1).astype(key.dtype)
-    return jnp.einsum("BKGTS,BSKh->BTKGh", weights, value).reshape(batch, tokens, heads, head_dim).astype(query.dtype)
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, HIDDEN), axis=-1)
+    attended = jnp.einsum("BKGTS,BSKh->BTKGh", keep_rounding(weights.astype(key.dtype)), value)
+    return keep_rounding(attended.reshape(batch, tokens, heads, head_dim).astype(query.dtype))
 
 
 def causal_mask(positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:

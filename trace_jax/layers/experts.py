@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import as_stored, keep_rounding
+from trace_jax.layers import partial_sums
+
 DENSE_PARAMETERS_LIMIT = 1 << 20
 """Largest parameter count of one layer's experts for which `auto` takes the dense implementation."""
 
@@ -45,6 +48,7 @@ def apply_experts(
     weights: ExpertWeights,
     quantize_hidden: QuantizeHidden,
     implementation: str,
+    parts: int = 1,
 ) -> Float[Array, "N D"]:
     """Sums the k selected experts of every token, weighted.
 
@@ -55,19 +59,25 @@ def apply_experts(
       weights: expert weights in the compute dtype.
       quantize_hidden: rounds the input of the down projection; blocks run along the last axis.
       implementation: `dense` or `ragged`.
+      parts: devices between which the experts are thought to be divided, see `partial_sums`; divides their number.
 
     Returns:
       `[N, D]` in the dtype of `x`.
     """
-    return {"dense": _dense, "ragged": _ragged}[implementation](x, ids, mixing, weights, quantize_hidden)
+    return {"dense": _dense, "ragged": _ragged}[implementation](x, ids, mixing, weights, quantize_hidden, parts)
 
 
 def _silu_gate(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+    return keep_rounding((jax.nn.silu(as_stored(gate)) * as_stored(up)).astype(gate.dtype))
 
 
 def _dense(
-    x: Float[Array, "N D"], ids: Int[Array, "N k"], mixing: Float[Array, "N k"], weights: ExpertWeights, quantize_hidden: QuantizeHidden
+    x: Float[Array, "N D"],
+    ids: Int[Array, "N k"],
+    mixing: Float[Array, "N k"],
+    weights: ExpertWeights,
+    quantize_hidden: QuantizeHidden,
+    parts: int,
 ) -> Float[Array, "N D"]:
     num_experts, hidden, width = weights.gate.shape
     one_hot = jax.nn.one_hot(ids, num_experts, dtype=jnp.float32)
@@ -75,13 +85,18 @@ def _dense(
     gate = x @ weights.gate.reshape(num_experts * hidden, width).T
     up = x @ weights.up.reshape(num_experts * hidden, width).T
     activation = quantize_hidden(_silu_gate(gate, up).reshape(-1, num_experts, hidden))
-    folded = (activation.astype(jnp.float32) * mixing_per_expert[:, :, None]).astype(x.dtype)
+    folded = keep_rounding((activation.astype(jnp.float32) * mixing_per_expert[:, :, None]).astype(x.dtype))
     down = jnp.swapaxes(weights.down, 1, 2).reshape(num_experts * hidden, width)
-    return folded.reshape(-1, num_experts * hidden) @ down
+    return partial_sums.matmul(folded.reshape(-1, num_experts * hidden), down, parts)
 
 
 def _ragged(
-    x: Float[Array, "N D"], ids: Int[Array, "N k"], mixing: Float[Array, "N k"], weights: ExpertWeights, quantize_hidden: QuantizeHidden
+    x: Float[Array, "N D"],
+    ids: Int[Array, "N k"],
+    mixing: Float[Array, "N k"],
+    weights: ExpertWeights,
+    quantize_hidden: QuantizeHidden,
+    parts: int,
 ) -> Float[Array, "N D"]:
     tokens, k = ids.shape
     num_experts = weights.gate.shape[0]
@@ -95,4 +110,6 @@ def _ragged(
     output = jax.lax.ragged_dot(hidden, jnp.swapaxes(weights.down, 1, 2), group_sizes)
     unsorted = jnp.zeros_like(output).at[order].set(output, unique_indices=True)
     weighted = unsorted.reshape(tokens, k, -1).astype(jnp.float32) * mixing[:, :, None]
-    return jnp.sum(weighted, axis=1).astype(x.dtype)
+    device = (ids // (num_experts // parts))[:, :, None]
+    shares = [jnp.sum(jnp.where(device == part, weighted, 0.0), axis=1).astype(x.dtype) for part in range(parts)]
+    return partial_sums.all_reduce(shares)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import keep_rounding
+
 
 def apply_rope(x: Float[Array, "B T heads head_dim"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T heads head_dim"]:
     """Rotates pairs (i, i + head_dim/2) of every head by `position * theta**(-2i/head_dim)`.
@@ -18,4 +20,4 @@ def apply_rope(x: Float[Array, "B T heads head_dim"], positions: Int[Array, "B T
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    return keep_rounding(rotated.astype(x.dtype))

@@ -1,4 +1,4 @@
-"""Console logger: one line a step with the figures one watches."""
+"""On the console: one line a step with the figures one watches."""
 
 import math
 from collections.abc import Mapping
@@ -41,6 +41,3 @@ class ConsoleWriter:
                 text, style = (form.format(value), "") if math.isfinite(value) else ("nan", "bold red")
                 line.append_text(Text.assemble(("  " + label + " ", "dim"), (text, style)))
         self._console.print(line, soft_wrap=True)
-
-    def close(self) -> None:
-        """Nothing to close: the console belongs to the caller."""

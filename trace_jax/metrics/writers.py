@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
-from rich.console import Console
 
 from trace_jax.errors import UserError
-from trace_jax.metrics.console import ConsoleWriter
 from trace_jax.metrics.jsonl import JsonlWriter
 
 Value: TypeAlias = float | int | bool | str | None
@@ -66,15 +64,13 @@ def open_writers(
     run_dir: str | os.PathLike[str],
     loggers: Sequence[str],
     *,
-    console: Console | None = None,
     after_step: int | None = None,
 ) -> MetricsLog:
     """Opens the metrics of a run, new or resumed.
 
     Args:
         run_dir: the run directory; made if absent.
-        loggers: any of ``console`` and ``tensorboard``. ``metrics.jsonl`` is always written.
-        console: the rich console of the ``console`` logger (that of the progress bar, if there is one); default stderr.
+        loggers: ``tensorboard``, or none. ``metrics.jsonl`` is always written.
         after_step: for a resumed run, the step of the restored checkpoint; later steps in the file are removed first, so
             that none is there twice. None keeps what is there.
 
@@ -85,12 +81,9 @@ def open_writers(
     path.mkdir(parents=True, exist_ok=True)
     views: list[Writer] = []
     for name in loggers:
-        if name == "console":
-            views.append(ConsoleWriter(console or Console(stderr=True)))
-        elif name == "tensorboard":
-            views.append(_tensorboard(path, after_step))
-        else:
-            raise UserError(f"loggers: {name!r} is unknown; write console or tensorboard")
+        if name != "tensorboard":
+            raise UserError(f"loggers: {name!r} is unknown; write tensorboard")
+        views.append(_tensorboard(path, after_step))
     record = JsonlWriter(path / "metrics.jsonl")
     if after_step is not None:
         record.truncate_after(after_step)

@@ -103,7 +103,9 @@ def save_hf_directory(
     if stored.name not in STORED_DTYPES:
         raise UserError(f"dtype {stored.name} cannot be stored; write one of {', '.join(STORED_DTYPES)}")
     hf_config, mapping = _module(family, "hf_config"), _module(family, "params")
-    carried = _carried_files(tokenizer_dir)
+    carried = [] if tokenizer_dir is None else carried_files(tokenizer_dir)
+    if tokenizer_dir is not None and not carried:
+        raise UserError(f"{tokenizer_dir} holds no tokenizer or generation file such as tokenizer.json; give a tokenizer directory")
     with _appearing(target) as directory:
         write_tensors(directory, mapping.hf_names(config), mapping.to_hf_tensors(config, params), stored, max_shard_bytes)
         config_json = {**hf_config.to_hf(config), "torch_dtype": stored.name}
@@ -131,14 +133,9 @@ def _appearing(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _carried_files(tokenizer_dir: str | Path | None) -> list[Path]:
-    if tokenizer_dir is None:
-        return []
-    files = [Path(tokenizer_dir) / name for name in CARRIED_FILES]
-    found = [file for file in files if file.is_file()]
-    if not found:
-        raise UserError(f"{tokenizer_dir} holds no tokenizer or generation file such as tokenizer.json; give a tokenizer directory")
-    return found
+def carried_files(directory: str | Path) -> list[Path]:
+    """The `CARRIED_FILES` that a directory holds."""
+    return [file for name in CARRIED_FILES if (file := Path(directory) / name).is_file()]
 
 
 def _module(family: str, name: str) -> ModuleType:

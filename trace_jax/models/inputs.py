@@ -23,6 +23,7 @@ class ForwardOptions:
       plan: what is rounded where.
       compute_dtype: `bfloat16` or `float32`.
       experts_implementation: `dense` or `ragged`; rollout and trainer must agree.
+      partial_sums: into how many shares attention output and experts are summed (`layers/partial_sums.py`).
       remat: whether layer activations are recomputed in the backward pass.
       capture: sites whose codes and scales are returned.
       observe: `amax` returns the largest magnitude per site and layer, `values` the site values before and after rounding.
@@ -32,6 +33,7 @@ class ForwardOptions:
     plan: QuantPlan = UNQUANTIZED
     compute_dtype: str = "bfloat16"
     experts_implementation: str = "dense"
+    partial_sums: int = 1
     remat: bool = False
     capture: tuple[str, ...] = ()
     observe: str | None = None

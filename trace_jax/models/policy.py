@@ -21,6 +21,8 @@ class Policy:
       compute_dtype: `bfloat16` or `float32`.
       experts_implementation: `auto`, `dense` or `ragged`; the same for rollout and trainer, because they round differently.
       remat: whether the trainer recomputes layer activations.
+      partial_sums: shares in which attention output and experts are summed; above 1 only for a rollout that stands for an
+        engine of several devices (`layers/partial_sums.py`).
     """
 
     family: str
@@ -28,12 +30,15 @@ class Policy:
     compute_dtype: str = "bfloat16"
     experts_implementation: str = "auto"
     remat: bool = False
+    partial_sums: int = 1
 
     def options(self, plan: QuantPlan, **changes: Any) -> ForwardOptions:
         """Forward options of this policy under a quantization plan."""
         config = self.config
         experts = choose_implementation(self.experts_implementation, config.num_experts, config.hidden_size, config.expert_hidden_size)
-        return ForwardOptions(plan=plan, compute_dtype=self.compute_dtype, experts_implementation=experts, **changes)
+        return ForwardOptions(
+            plan=plan, compute_dtype=self.compute_dtype, experts_implementation=experts, partial_sums=self.partial_sums, **changes
+        )
 
     def forward(self, params: Params, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
         """The forward pass."""

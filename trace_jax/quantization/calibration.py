@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from trace_jax.errors import UserError
 from trace_jax.layers.attention import causal_mask
+from trace_jax.models.finite import require_finite
 from trace_jax.models.inputs import ForwardInputs
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params
@@ -39,7 +40,7 @@ def calibrate(policy: Policy, params: Params, sequences: Sequence[Sequence[int]]
     sequences = [tokens for tokens in sequences if len(tokens)]
     if not sequences:
         raise UserError("calibration has no prompts; raise calibration.prompts or give the task more rows")
-    _refuse_damaged(params)
+    require_finite(params, "calibration")
     amax: dict[str, np.ndarray] = {}
     for batch in _equal_length_batches(sequences):
         for site, value in jax.device_get(_amax(params, jnp.asarray(batch), policy=policy)).items():
@@ -51,21 +52,6 @@ def calibrate(policy: Policy, params: Params, sequences: Sequence[Sequence[int]]
                 f"layer {layer} produces values that are not finite at {site}; the checkpoint's weights are damaged (NaN or Inf)"
             )
     return static_multipliers({site: jnp.asarray(value, jnp.float32) for site, value in amax.items()}, headroom)
-
-
-def _refuse_damaged(params: Params) -> None:
-    """Looks at every weight: a damaged head or last projection passes no site, so the forward alone would not show it."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    finite = jax.device_get(_all_finite([leaf for _, leaf in leaves]))
-    for (path, _), good in zip(leaves, finite, strict=True):
-        if not good:
-            name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-            raise UserError(f"the weight {name} holds values that are not finite (NaN or Inf); start from an undamaged checkpoint")
-
-
-@jax.jit
-def _all_finite(leaves: list[Float[Array, "*_"]]) -> list[Bool[Array, ""]]:
-    return [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
 
 
 def _equal_length_batches(sequences: Sequence[Sequence[int]]) -> list[Int32[np.ndarray, "rows width"]]:

@@ -7,7 +7,7 @@ agree the formats must be equal, which is why the trainer's plan takes its forma
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Format = Literal["bf16", "fp8", "nvfp4", "mxfp4"]
 """Number format of a tensor; `bf16` means it is not rounded beyond the compute dtype."""
@@ -21,8 +21,10 @@ BLOCK_FORMATS = ("nvfp4", "mxfp4")
 SITES = ("expert_input", "down_input", "k", "v")
 """Activation sites: input of gate/up, input of the down projection, keys after RoPE, values."""
 
-RECORDED_SITES = ("expert_input", "k", "v")
-"""Sites a guidance record can hold; the down-projection input is rounded to nearest on both paths."""
+RecordedSite = Literal["expert_input", "k", "v"]
+"""A site that a guidance record can hold; the down-projection input is rounded to nearest on both paths."""
+
+RECORDED_SITES: tuple[RecordedSite, ...] = get_args(RecordedSite)
 
 
 @dataclass(frozen=True)

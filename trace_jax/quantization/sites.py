@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from pallas_kernels import Guide, block_format, dequantize, fake_quant, fake_quant_fp8, guided_fake_quant, quantize
+from pallas_kernels import Guide, block_format, dequantize, fake_quant, fake_quant_fp8, guided_fake_quant, keep_rounding, quantize
 from pallas_kernels.pytrees import register_arrays
 from trace_jax.quantization.multipliers import KV_SITES, token_multiplier
 from trace_jax.quantization.plan import SitePlan
@@ -108,7 +108,7 @@ def round_site(
       ValueError: NVFP4 without a static or per-token multiplier.
     """
     if plan.format == "bf16":
-        return x, None
+        return keep_rounding(x), None
     if plan.format == "fp8":
         return fake_quant_fp8(x), None
     fmt = block_format(plan.format)

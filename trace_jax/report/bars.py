@@ -43,7 +43,7 @@ def draw_time(axes: "Axes", runs: Sequence[Run]) -> None:
 def time_split(run: Run) -> dict[str, float]:
     """Median seconds of every recorded part of a step."""
     parts = {key.removeprefix("time/"): run.series(key).median() for key in run.keys("time/") if key != "time/step"}
-    order = ("rollout", "reward", "train", "sync", "checkpoint")
+    order = ("rollout", "reward", "audit", "train", "sync", "evaluate", "checkpoint")
     parts = {name: parts[name] for name in sorted(parts, key=lambda n: (order.index(n) if n in order else len(order), n))}
     step = run.series("time/step")
     if step and step.median() > sum(parts.values()) * 1.005:

@@ -11,15 +11,8 @@ from trace_jax.report.sections import SECTIONS
 from trace_jax.report.series import Run, load_runs
 from trace_jax.report.style import heading, new_figure, styled
 
-OVERVIEW = {
-    "Reward at rollout precision": "did training work? held-out points with their 95 % interval",
-    "KL of rollout and trainer": "how far the two drift apart, with and without the record",
-    "Answer length": "sampled tokens, mean of a step",
-    "Audited code agreement": "values that both round to the same FP4 code, by layer",
-    "Size of the record": "what the rollout hands to the trainer, by site",
-    "Time per step": "where the time of a step goes",
-}
-"""The panels of the PNG, each with what it shows."""
+# Three rows of two; the last one holds the bars, which need less height.
+_OVERVIEW = sorted((panel for section in SECTIONS for panel in section.panels if panel.overview), key=lambda panel: panel.bars)
 
 
 def report(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
@@ -47,10 +40,9 @@ def report(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
 
 
 def _overview(runs: Sequence[Run]) -> bytes:
-    panels = {panel.title: panel for section in SECTIONS for panel in section.panels}
     figure = new_figure(11.0, 10.5)
-    for axes, (title, note) in zip(figure.subplots(3, 2, height_ratios=(1, 1, 0.7)).flat, OVERVIEW.items(), strict=True):
-        heading(axes, title, note)
-        panels[title].draw(axes, runs)
+    for axes, panel in zip(figure.subplots(3, 2, height_ratios=(1, 1, 0.7)).flat, _OVERVIEW, strict=True):
+        heading(axes, panel.title, panel.overview)
+        panel.draw(axes, runs)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.04, hspace=0.05)  # type: ignore[union-attr]
     return png_bytes(figure)

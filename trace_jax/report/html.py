@@ -91,13 +91,12 @@ def _section(section: Section, runs: Sequence[Run]) -> str:
 
 
 def _figure(panel: Panel, runs: Sequence[Run]) -> str:
-    bars = panel.title in ("Size of the record", "Time per step")
-    height = (1.5 + 0.35 * len(runs) if bars else 3.4) if panel.wide else 2.9
+    height = (1.5 + 0.35 * len(runs) if panel.bars else 3.4) if panel.wide else 2.9
     figure = new_figure(9.6 if panel.wide else 5.0, height)
     axes = figure.subplots()
     axes.set_title(panel.title)
     panel.draw(axes, runs)
-    if not bars:
+    if not panel.bars:
         figure.set_figheight(height + legend_height(axes))
     data = base64.b64encode(png_bytes(figure)).decode()
     kind = ' class="wide"' if panel.wide else ""

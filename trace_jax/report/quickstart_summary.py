@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from trace_jax.config import Config
-from trace_jax.evaluation.precision_name import rollout_precision
 from trace_jax.report.plots import interval, mismatch_lines
 from trace_jax.report.series import Run
 
@@ -42,7 +41,7 @@ class Summary:
 
     Args:
       method, seed, task, split: as configured.
-      rollout: the precision of the rollout, such as `nvfp4`.
+      rollout: the precision that the engine executed, such as `nvfp4`, and how it sums.
       trainer: how the forward that trains rounds.
       evaluations: the first, and the last if there is another.
       window: the steps that `gaps` are medians of; guided and unguided are of the same steps.
@@ -82,7 +81,7 @@ def summarise(run: Run, config: Config) -> Summary:
         seed=config.seed,
         task=config.task.name,
         split=config.eval.split,
-        rollout=rollout_precision(config.rollout),
+        rollout=_rollout(run, config),
         trainer=_trainer(config),
         evaluations=_evaluations(run, config.eval.split),
         window=window,
@@ -91,6 +90,12 @@ def summarise(run: Run, config: Config) -> Summary:
         bytes_per_token=run.bytes_per_token(),
         seconds_per_step={part: series.median() for part, series in times.items() if series},
     )
+
+
+def _rollout(run: Run, config: Config) -> str:
+    precision = run.text(f"eval/{config.eval.split}/precision") or "unknown precision"
+    parts = config.rollout.partial_sums
+    return precision + (f", sums in {parts} shares like {parts} devices" if parts > 1 else "")
 
 
 def _trainer(config: Config) -> str:

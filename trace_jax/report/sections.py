@@ -15,12 +15,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure of the report."""
+    """One figure of the report.
+
+    Args:
+        title: stands above it.
+        caption: what it shows and how to read it; stands below.
+        draw: draws the runs.
+        wide: takes the whole width of the page.
+        bars: one bar a run, so its height grows with the number of runs and its legend needs no room of its own.
+        overview: what it shows, in a few words, if it is part of the PNG; empty leaves it out there.
+    """
 
     title: str
     caption: str
     draw: Callable[["Axes", Sequence[Run]], None]
     wide: bool = False
+    bars: bool = False
+    overview: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ SECTIONS: tuple[Section, ...] = (
                 "it was recorded; the first point is before training. This is the figure that says whether training worked.",
                 plots.draw_reward,
                 wide=True,
+                overview="did training work? held-out points with their 95 % interval",
             ),
             Panel(
                 "Groups without a learning signal",
@@ -71,6 +83,7 @@ SECTIONS: tuple[Section, ...] = (
                 "its KL is low partly by construction; read it together with the unguided forward and the reward.",
                 partial(plots.draw_lines, lines=plots.mismatch_lines, unit="nats per token, log scale", log=True),
                 wide=True,
+                overview="how far the two drift apart, with and without the record",
             ),
             Panel(
                 "Log-prob gap",
@@ -102,6 +115,8 @@ SECTIONS: tuple[Section, ...] = (
                 "Bytes per token that the rollout hands to the trainer, by site; parts below half a percent are not drawn.",
                 bars.draw_bytes,
                 wide=True,
+                bars=True,
+                overview="what the rollout hands to the trainer, by site",
             ),
             Panel(
                 "Parity agreement",
@@ -117,6 +132,7 @@ SECTIONS: tuple[Section, ...] = (
                 "Audited code agreement",
                 "Share of FP4 codes that trainer and rollout have in common, from sequences captured with full codes; newest audit.",
                 partial(plots.draw_audit, what="code_agreement", unit="share of values"),
+                overview="values that both round to the same FP4 code, by layer",
             ),
             Panel(
                 "Adjacent share",
@@ -140,7 +156,10 @@ SECTIONS: tuple[Section, ...] = (
         "Responses",
         (
             Panel(
-                "Answer length", "Mean number of sampled tokens.", _lines(Line("response/length_mean", "tokens"), unit="tokens per answer")
+                "Answer length",
+                "Mean number of sampled tokens.",
+                _lines(Line("response/length_mean", "tokens"), unit="tokens per answer"),
+                overview="sampled tokens, mean of a step",
             ),
             Panel(
                 "Truncated answers",
@@ -174,7 +193,12 @@ SECTIONS: tuple[Section, ...] = (
         "Time",
         (
             Panel(
-                "Time per step", "Median over the steps of each part; parts below half a percent are not drawn.", bars.draw_time, wide=True
+                "Time per step",
+                "Median over the steps of each part; parts below half a percent are not drawn.",
+                bars.draw_time,
+                wide=True,
+                bars=True,
+                overview="where the time of a step goes",
             ),
             Panel(
                 "Rollout throughput",

@@ -72,8 +72,9 @@ class Run:
         return sites or ({"record": float(whole.values[-1])} if whole else {})
 
     def guided(self) -> bool:
-        """Whether the forward that trains was guided by the rollout's record; audits are made with any trainer."""
-        return any(not key.startswith("guidance/audit/") for key in (*self.keys("guidance/"), *self.keys("unguided/")))
+        """Whether the forward that trains was guided by the rollout's record, as the config says."""
+        quant = self.config.get("train_quant")
+        return isinstance(quant, dict) and "guided" in (quant.get("activations"), quant.get("kv_cache"))
 
     def evaluations(self) -> list[tuple[str, str]]:
         """The recorded evaluations as (split, what), pass_at_1 before reward_mean."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int64
+from jaxtyping import Float32, Int64
 
 from trace_jax.errors import UserError
 
@@ -51,18 +51,6 @@ def group_advantages(
             centred = centred / (std + eps)
         advantages[rows] = centred
     return advantages
-
-
-def rewards_vary(rewards: Float32[np.ndarray, " B"], group: Int64[np.ndarray, " B"]) -> Bool[np.ndarray, " B"]:
-    """True for the sequences that carry a learning signal: a valid reward, in a group whose valid rewards differ.
-
-    Zero-variance groups stay in the loss denominator by default. To leave them out (dynamic sampling, DAPO), count the
-    tokens of these sequences only.
-    """
-    varying = np.zeros(rewards.shape, np.bool_)
-    for rows in _valid_groups(rewards, group):
-        varying[rows] = rewards[rows].min() != rewards[rows].max()
-    return varying
 
 
 def frac_reward_zero_std(rewards: Float32[np.ndarray, " B"], group: Int64[np.ndarray, " B"]) -> float:

@@ -63,13 +63,11 @@ def ppo_clip_loss_sum(
     return loss_sum, stats
 
 
-def token_count(mask: Bool[Array, "B T"], keep: Bool[Array, " B"] | None = None) -> Int32[Array, ""]:
-    """Number of tokens in the loss; with ``keep``, of the kept sequences only (see ``rewards_vary``)."""
-    if keep is not None:
-        mask = mask & keep[:, None]
+def token_count(mask: Bool[Array, "B T"]) -> Int32[Array, ""]:
+    """Number of tokens in the loss."""
     return jnp.sum(mask.astype(jnp.int32))
 
 
-def token_mean(loss_sum: Float32[Array, ""], global_count: Int32[Array, ""] | int) -> Float32[Array, ""]:
+def token_mean(loss_sum: Float32[Array, ""], global_count: Int32[Array, ""] | Float32[Array, ""] | int) -> Float32[Array, ""]:
     """loss_sum / global_count, where the count is that of the whole batch on all devices; 0 for an empty batch."""
     return loss_sum / jnp.maximum(jnp.asarray(global_count).astype(jnp.float32), 1.0)

@@ -2,9 +2,9 @@
 
 from trace_jax.rollout.audit import Audit
 from trace_jax.rollout.engine import Capabilities, Engine, Health, Request, generate
-from trace_jax.rollout.routes import Routes, route_agreement
+from trace_jax.rollout.routes import Routes
 from trace_jax.rollout.trajectories import FinishReason, Trajectories
-from trace_jax.rollout.weight_update import Ack, LayerUpdate, UpdateDigest, update_checksum
+from trace_jax.rollout.weight_update import Ack, LayerUpdate, UpdateDigest
 
 __all__ = [
     "Ack",
@@ -19,6 +19,4 @@ __all__ = [
     "Trajectories",
     "UpdateDigest",
     "generate",
-    "route_agreement",
-    "update_checksum",
 ]

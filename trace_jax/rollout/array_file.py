@@ -25,6 +25,12 @@ import numpy as np
 from trace_jax.errors import UserError
 
 PROTOCOL = 1
+
+
+class LostContent(UserError):
+    """A file that is gone, truncated or not what was written; what it held must be made again."""
+
+
 _NAMES = {"bool": "BOOL", "uint8": "U8", "uint16": "U16", "int32": "I32", "int64": "I64", "uint64": "U64", "float32": "F32"}
 _DTYPES = {name: np.dtype(dtype) for dtype, name in _NAMES.items()}
 if sys.byteorder != "little":
@@ -56,15 +62,18 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         Arrays by name, and `meta`.
 
     Raises:
-        UserError: no such file, another protocol version, or content that is not what was written.
+        LostContent: no such file, or its content is not what was written.
+        UserError: another protocol version, or a file that cannot be read now (permissions, too many open files).
     """
+    damaged = LostContent(f"{path} is truncated or damaged; delete it and generate its samples again")
     try:
         with open(path, "rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "the file is empty"
-        raise UserError(f"cannot read {path}: {reason}; give a file written by trace-jax") from error
-    damaged = UserError(f"{path} is truncated or damaged; delete it and generate its samples again")
+    except ValueError as error:  # an empty file cannot be mapped
+        raise damaged from error
+    except OSError as error:
+        kind = LostContent if isinstance(error, FileNotFoundError) else UserError
+        raise kind(f"cannot read {path}: {error.strerror}; give a file written by trace-jax that you may read") from error
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise damaged
@@ -75,11 +84,12 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         protocol = metadata["protocol"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged from error
+    # Before the checksum, which another protocol may compute differently: its files are intact, only not for this version.
+    if protocol != str(PROTOCOL):
+        raise UserError(f"{path} has file protocol {protocol}, this version reads {PROTOCOL}; write it again with this version")
     body = data[8 + size :]
     if checksum != _checksum(header, [body]):
         raise damaged
-    if protocol != str(PROTOCOL):
-        raise UserError(f"{path} has file protocol {protocol}, this version reads {PROTOCOL}; write it again with this version")
     arrays = {}
     for name, entry in header.items():
         if name != "__metadata__":

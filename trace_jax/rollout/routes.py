@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32, UInt8, UInt16
+from jaxtyping import Bool, Int32, UInt8, UInt16
 
 from trace_jax.guidance.site_record import Rows, check
 
@@ -38,27 +38,6 @@ class Routes:
     routed_experts: UInt8[np.ndarray, "N Lm k"] | UInt16[np.ndarray, "N Lm k"]
     routes_valid: Bool[np.ndarray, " N"]
     moe_layer_ids: Int32[np.ndarray, " Lm"]
-
-    @classmethod
-    def from_ids(cls, ids: Int[np.ndarray, "N Lm k"], moe_layer_ids: Sequence[int], num_experts: int) -> Routes:
-        """Routes from integer ids in which a negative id means "no route": such a row is stored as missing.
-
-        Raises:
-            ValueError: an id is not below `num_experts`, or the layer count differs from `moe_layer_ids`.
-        """
-        ids = np.asarray(ids)
-        if ids.ndim != 3 or ids.shape[1] != len(moe_layer_ids):
-            raise ValueError(f"routed_experts: shape {ids.shape}, expected [N, {len(moe_layer_ids)}, k] for layers {list(moe_layer_ids)}")
-        if ids.size and ids.max() >= num_experts:
-            raise ValueError(f"routed_experts: id {ids.max()} with {num_experts} experts")
-        valid = np.all(ids >= 0, axis=(1, 2))
-        stored = np.where(valid[:, None, None], ids, 0).astype(route_dtype(num_experts))
-        return cls(stored, valid, np.asarray(list(moe_layer_ids), np.int32))
-
-    @property
-    def missing_fraction(self) -> float:
-        """Share of rows without routes (0 for no rows). The last token of each sequence never has any."""
-        return float(np.mean(~self.routes_valid)) if self.routes_valid.size else 0.0
 
     def take(self, rows: Rows) -> Routes:
         """Rows of the routes: views for a slice, copies for an index array."""
@@ -102,24 +81,3 @@ class Routes:
         check("moe_layer_ids", self.moe_layer_ids, np.int32, (self.moe_layer_ids.size,))
         if np.any(np.diff(self.moe_layer_ids) <= 0) or np.any(self.moe_layer_ids < 0):
             raise ValueError(f"moe_layer_ids: {self.moe_layer_ids.tolist()} must be ascending global layer ids")
-
-
-def route_agreement(first: Routes, second: Routes) -> float:
-    """Fraction of (token, layer) pairs with the same set of experts, over rows that both sides hold.
-
-    Returns:
-        A number in 0..1; NaN if no row is valid on both sides, so that "nothing was replayed" cannot look like agreement.
-
-    Raises:
-        ValueError: the two do not cover the same tokens and layers.
-    """
-    if not np.array_equal(first.moe_layer_ids, second.moe_layer_ids):
-        raise ValueError(f"moe_layer_ids: {first.moe_layer_ids.tolist()} against {second.moe_layer_ids.tolist()}")
-    if first.routed_experts.shape != second.routed_experts.shape:
-        raise ValueError(f"routed_experts: shape {first.routed_experts.shape} against {second.routed_experts.shape}")
-    rows = first.routes_valid & second.routes_valid
-    if not rows.any():
-        return float("nan")
-    # The order inside the top-k is not part of a route.
-    equal = np.sort(first.routed_experts[rows], axis=-1) == np.sort(second.routed_experts[rows], axis=-1)
-    return float(np.mean(equal.all(axis=-1)))

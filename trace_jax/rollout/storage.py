@@ -31,18 +31,8 @@ class Decoder(Protocol):
         ...
 
 
-def save_trajectories(path: Path, trajectories: Trajectories) -> None:
-    """Write a batch with its routes, guidance and audit to one file, atomically.
-
-    Raises:
-        UserError: the folder cannot be written.
-        ValueError: the batch does not fit the data contract.
-    """
-    write_atomic(path, encode_trajectories(trajectories))
-
-
 def encode_trajectories(trajectories: Trajectories) -> list[bytes | memoryview]:
-    """The content of a trajectories file, as chunks that view the arrays.
+    """The file of a batch with its routes, guidance and audit, as chunks for `write_atomic` that view the arrays.
 
     Raises:
         ValueError: the batch does not fit the data contract.
@@ -64,10 +54,11 @@ def encode_trajectories(trajectories: Trajectories) -> list[bytes | memoryview]:
 
 
 def load_trajectories(path: Path) -> Trajectories:
-    """Read what `save_trajectories` wrote; columns are read-only views of the mapped file.
+    """Read what `encode_trajectories` made; columns are read-only views of the mapped file.
 
     Raises:
-        UserError: naming the file if it is missing, truncated, damaged or something else.
+        LostContent: the file is missing, truncated or damaged.
+        UserError: it cannot be read now, is of another version, or holds something else.
     """
     arrays, meta = read_arrays(path)
     if meta.get("content") != CONTENT:

@@ -66,11 +66,3 @@ class UpdateDigest:
     def ack(self, version: int) -> Ack:
         """The acknowledgement of everything taken in so far."""
         return Ack(len(self._names), f"{self._sum:016x}", version)
-
-
-def update_checksum(updates: Iterable[LayerUpdate]) -> str:
-    """Checksum of a whole update; see `UpdateDigest`."""
-    digest = UpdateDigest()
-    for update in updates:
-        digest.add(update)
-    return digest.ack(0).checksum

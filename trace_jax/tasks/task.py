@@ -13,7 +13,7 @@ from trace_jax.tasks.health import RewardHealth
 from trace_jax.tasks.pool import VerifierPool
 from trace_jax.tasks.rewards import INLINE, text_answer
 from trace_jax.tasks.row import SPLITS, Row, Split, Verdict
-from trace_jax.tasks.stream import epoch_and_place, stream_indices
+from trace_jax.tasks.stream import stream_indices
 from trace_jax.tasks.verifiers import VerifierSpec
 
 
@@ -75,10 +75,6 @@ class Task:
         """
         key = self._checked(split)
         return [self._rows[key][index] for index in stream_indices(self._ids[key], self.seed, start, count)]
-
-    def epoch(self, split: str, position: int) -> tuple[int, int]:
-        """Epoch and place in it of a stream position."""
-        return epoch_and_place(position, len(self._rows[self._checked(split)]))
 
     def score(self, row: Row, completion: str) -> Verdict:
         """The verdict on one completion."""

@@ -1,6 +1,7 @@
 """Orbax checkpoints: params, optimizer, multipliers and one JSON document, each an item of its own.
 
-`checkpoints/<step>/{params,optimizer,multipliers,meta,manifest.json}`. Orbax writes a step under a temporary name and renames
+`checkpoints/<step>/{params,optimizer,multipliers,meta,manifest.json}`, and `served` where the rollout engine has older weights than
+`params` (`sync.every`), because the steps that follow depend on them. Orbax writes a step under a temporary name and renames
 it when it is whole, so whatever has a number for a name is complete. The JSON holds counters, data position, the policy's
 description and the resolved config of the run; the manifest holds a checksum of every file.
 """
@@ -34,7 +35,7 @@ from trace_jax.train.read_checkpoint import (
     restore_item,
     restore_policy,
 )
-from trace_jax.train.state import TrainState
+from trace_jax.train.state import PolicyVersion, TrainState
 
 UNFINISHED = ".orbax-checkpoint-tmp*"
 """Ends of the names of what Orbax has not finished, or what a killed program left of a save."""
@@ -99,8 +100,19 @@ class Checkpoints:
         for unfinished in self.directory.glob(f"*{UNFINISHED}"):
             shutil.rmtree(unfinished, ignore_errors=True)
 
-    def save(self, state: TrainState, progress: Progress, policy: Policy, tokenizer: str, config: dict[str, Any]) -> None:
+    def save(
+        self,
+        state: TrainState,
+        progress: Progress,
+        policy: Policy,
+        tokenizer: str,
+        config: dict[str, Any],
+        served: PolicyVersion | None = None,
+    ) -> None:
         """Starts saving in the background; arrays are copied first, so training may go on and reuse its buffers.
+
+        Args:
+          served: the weights that the engine has, stored where they are not those of `state`.
 
         One save at most is under way: this one waits for the one before, so a kill loses no more than what came after the
         last complete checkpoint, which is the last save or the one before it.
@@ -108,7 +120,8 @@ class Checkpoints:
         self.wait()
         if progress.step in complete_steps(self.directory):
             return
-        params, opt_state, multipliers = jax.tree.map(jnp.copy, (state.params, state.opt_state, state.multipliers))
+        behind = {} if served is None or served.version == progress.version else {"served": served.params}
+        params, opt_state, multipliers, behind = jax.tree.map(jnp.copy, (state.params, state.opt_state, state.multipliers, behind))
         meta = {
             "format_version": FORMAT_VERSION,
             "progress": asdict(progress),
@@ -116,6 +129,7 @@ class Checkpoints:
             "tokenizer": tokenizer,
             "sites": sorted(multipliers),
             "config": config,
+            "served_version": progress.version if served is None else served.version,
         }
         items = ocp.args.Composite(
             params=ocp.args.StandardSave(params),
@@ -123,8 +137,9 @@ class Checkpoints:
             # Orbax refuses an empty item; a policy that needs no multipliers stores an empty list of sites instead.
             multipliers=ocp.args.StandardSave(multipliers or {"none": jnp.zeros(1, jnp.float32)}),
             meta=ocp.args.JsonSave(meta),
+            **{name: ocp.args.StandardSave(weights) for name, weights in behind.items()},
         )
-        self._require_space(sum(leaf.nbytes for leaf in jax.tree.leaves((params, opt_state, multipliers))))
+        self._require_space(sum(leaf.nbytes for leaf in jax.tree.leaves((params, opt_state, multipliers, behind))))
         self._saving = progress.step
         with self._full_disk_reported():
             self._open().save(progress.step, args=items)
@@ -177,10 +192,27 @@ class Checkpoints:
         opt_state = restore_item(folder, "optimizer", optimizer_shape)
         return policy, TrainState(params, opt_state, multipliers), Progress(**meta["progress"])
 
+    def restore_served(self, step: int) -> PolicyVersion | None:
+        """The weights that the engine had when a checkpoint was made; None where they were those of the checkpoint.
+
+        Raises:
+          UserError: as `restore`.
+        """
+        folder = self.directory / str(step)
+        meta = read_meta(folder)
+        version = meta.get("served_version", meta["progress"]["version"])  # older checkpoints brought the engine up to date
+        if version == meta["progress"]["version"]:
+            return None
+        policy = policy_from_meta(meta)
+        return PolicyVersion(restore_item(folder, "served", param_shapes(policy.family, policy.config)), version)
+
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """A policy read from disk: static description, float32 masters, multipliers (empty if never calibrated), tokenizer and meta."""
+    """A policy read from disk: static description, float32 masters, multipliers (empty if never calibrated), tokenizer and meta.
+
+    `tokenizer` is what `load_tokenizer` takes; the copy that an imported checkpoint carries is found wherever the checkpoint lies.
+    """
 
     policy: Policy
     params: Params
@@ -198,7 +230,9 @@ def load_policy(path: Path | str) -> LoadedPolicy:
     folder = _locate(Path(path))
     meta = read_meta(folder)
     params, multipliers = restore_policy(folder, meta)
-    return LoadedPolicy(policy_from_meta(meta), params, multipliers, meta["tokenizer"], meta)
+    carried = folder.absolute().parent.parent / meta["tokenizer"]  # beside checkpoints/, where import puts it
+    tokenizer = str(carried) if carried.is_dir() else meta["tokenizer"]
+    return LoadedPolicy(policy_from_meta(meta), params, multipliers, tokenizer, meta)
 
 
 def _locate(path: Path) -> Path:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels import block_format
 from trace_jax.config import Config, dump, resolve_layers
+from trace_jax.layers.kv_cache import init_cache
 from trace_jax.models.registry import param_shapes
+from trace_jax.quantization.plan import BLOCK_FORMATS, RECORDED_SITES
 from trace_jax.rollout.embedded.decode import CaptureSpec
 from trace_jax.train.setup import Setup, build_setup, initial_policy
 from trace_jax.train.sft import worked_example
-
-BITS = {"bf16": 16.0, "fp8": 16.0, "nvfp4": 4.5, "mxfp4": 4.25}
-"""Bits per cached value. The embedded engine keeps FP8 values in the compute dtype."""
 
 
 def plan_run(config: Config) -> dict[str, Any]:
@@ -36,8 +38,7 @@ def plan_run(config: Config) -> dict[str, Any]:
 
 def _require_rows(setup: Setup, *, calibrates: bool) -> None:
     """The questions of a run are there, and the tokenizer takes the worked answers if they calibrate the multipliers."""
-    for split in ("train", setup.config.eval.split):
-        setup.task.rows(split)
+    setup.require_rows()
     if calibrates:
         for row in setup.task.prompts("train", 0, setup.config.calibration.prompts):
             worked_example(row, setup.tokenizer)
@@ -59,20 +60,29 @@ def memory_plan(setup: Setup) -> dict[str, Any]:
     config, model = setup.config, setup.policy.config
     count = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(setup.policy.family, model)))
     sequences = config.rollout.group_size * config.rollout.prompts_per_step
-    length = setup.max_sequence_tokens()
-    per_side = model.num_layers * model.num_kv_heads * model.head_dim
-    cache_bits = per_side * (BITS[config.rollout.kv_cache.k] + BITS[config.rollout.kv_cache.v])
+    length, audit = setup.max_sequence_tokens(), config.guidance.audit
+    audited = min(audit.sequences, sequences) if audit.every else 0
+    codes = CaptureSpec("codes", RECORDED_SITES, tuple(range(model.num_layers)))
     return {
         "parameters": count,
         "sequences per step": sequences,
         "longest sequence, tokens": length,
         "masters and Adam moments (float32), bytes": 3 * 4 * count,
-        "gradient (float32), bytes": 4 * count,
-        "engine weights (compute dtype), bytes": 2 * count,
-        "KV cache of a full batch, bytes": sequences * length * cache_bits / 8,
+        "gradient and its sum (float32), bytes": 2 * 4 * count,
+        "masters that the engine serves (float32), bytes": 4 * count if config.sync.every > 1 else 0,
+        "engine weights (compute dtype), bytes": jnp.dtype(setup.policy.compute_dtype).itemsize * count,
+        "KV cache of a full batch, bytes": cache_bytes(setup, min(sequences, config.rollout.max_batch or sequences), length),
         "guidance record per token": record_bytes_per_token(setup, setup.capture()),
         "guidance record of a step, bytes": sequences * length * record_bytes_per_token(setup, setup.capture()),
+        "audited codes of a step, bytes": audited * length * record_bytes_per_token(setup, codes),
     }
+
+
+def cache_bytes(setup: Setup, rows: int, slots: int) -> int:
+    """Bytes of the embedded engine's KV cache, from the shapes that it allocates."""
+    model, dtype = setup.policy.config, jnp.dtype(setup.policy.compute_dtype)
+    allocate = functools.partial(init_cache, model.num_layers, rows, slots, model.num_kv_heads, model.head_dim, setup.rollout_plan, dtype)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(allocate)))
 
 
 def record_bytes_per_token(setup: Setup, capture: CaptureSpec) -> float:
@@ -83,8 +93,11 @@ def record_bytes_per_token(setup: Setup, capture: CaptureSpec) -> float:
     bits = {"scales": 0, "mantissa": 1, "codes": 4}[capture.kind]
     layers = len(resolve_layers(list(capture.layers), model.num_layers))
     widths = {"expert_input": (1, model.hidden_size), "k": (model.num_kv_heads, model.head_dim), "v": (model.num_kv_heads, model.head_dim)}
-    for site in setup.config.recorded_sites:
+    for site in capture.sites:
+        fmt = setup.rollout_plan.site(site).format
+        if fmt not in BLOCK_FORMATS:
+            continue  # nothing to record
         vectors, width = widths[site]
-        block = 16 if setup.rollout_plan.site(site).format == "nvfp4" else 32
+        block = block_format(fmt).block
         total += layers * vectors * (-(-width * bits // 8) + -(-width // block))
     return total

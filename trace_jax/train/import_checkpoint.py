@@ -12,14 +12,15 @@ import jax.numpy as jnp
 
 from trace_jax.config import from_mapping
 from trace_jax.errors import UserError
-from trace_jax.models.hf import load_hf_directory
+from trace_jax.models.hf import carried_files, load_hf_directory
 from trace_jax.models.policy import Policy
 from trace_jax.tokenizers import load_tokenizer
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.state import TrainState
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja")
+CARRIED = "tokenizer"
+"""Folder of the tokenizer and generation files in an imported checkpoint, and the tokenizer's name there: it moves with the checkpoint."""
 
 
 def import_hf_checkpoint(source: Path, out: Path) -> dict[str, Any]:
@@ -34,15 +35,14 @@ def import_hf_checkpoint(source: Path, out: Path) -> dict[str, Any]:
     if out.exists():
         raise UserError(f"{out} exists; choose another folder, nothing is overwritten")
     family, config, loaded = load_hf_directory(source)
-    tokenizer = _fitting_tokenizer(source, config.vocab_size, out / "tokenizer")
+    tokenizer = _fitting_tokenizer(source, config.vocab_size)
     params = jax.tree.map(jnp.asarray, loaded)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     try:
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                (partial / "tokenizer").mkdir(exist_ok=True)
-                shutil.copy2(source / name, partial / "tokenizer" / name)
+        for file in carried_files(source):
+            (partial / CARRIED).mkdir(exist_ok=True)
+            shutil.copy2(file, partial / CARRIED / file.name)
         settings = from_mapping({"model": {"family": family, "config": config.to_dict()}, "tokenizer": tokenizer})
         optimizer = make_optimizer(settings.optimizer)
         state = TrainState(params, jax.jit(optimizer.init)(params), {})
@@ -54,11 +54,12 @@ def import_hf_checkpoint(source: Path, out: Path) -> dict[str, Any]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return {"checkpoint": str(out), "family": family, "parameters": int(count), "tokenizer": tokenizer, "config": config.to_dict()}
+    shown = str(out / CARRIED) if tokenizer == CARRIED else tokenizer
+    return {"checkpoint": str(out), "family": family, "parameters": int(count), "tokenizer": shown, "config": config.to_dict()}
 
 
-def _fitting_tokenizer(source: Path, vocabulary: int, copy: Path) -> str:
-    """The `copy` of the source's own tokenizer, or without one the first built-in tokenizer whose ids the model has."""
+def _fitting_tokenizer(source: Path, vocabulary: int) -> str:
+    """`CARRIED` for the source's own tokenizer, or without one the first built-in tokenizer whose ids the model has."""
     if (source / "tokenizer.json").is_file():
         size = load_tokenizer(str(source.absolute())).vocab_size
         if size > vocabulary:
@@ -66,7 +67,7 @@ def _fitting_tokenizer(source: Path, vocabulary: int, copy: Path) -> str:
                 f"{source}: tokenizer.json has {size} tokens, but config.json a vocab_size of {vocabulary}; "
                 "put the tokenizer.json there that belongs to the model"
             )
-        return str(copy.absolute())
+        return CARRIED
     sizes = {name: load_tokenizer(name).vocab_size for name in ("byte", "ascii")}
     for name, size in sizes.items():
         if size <= vocabulary:

@@ -27,7 +27,7 @@ from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.plan import QuantPlan
 from trace_jax.rl.corrections import CorrectionKind, rollout_weights
 from trace_jax.rl.diagnostics import entropy_stats, mismatch_stats
-from trace_jax.rl.losses import ppo_clip_loss_sum
+from trace_jax.rl.losses import ppo_clip_loss_sum, token_mean
 from trace_jax.train.batches import TrainBatch
 
 
@@ -69,7 +69,8 @@ def objective_and_gradient(
       spec: static.
 
     Returns:
-      The micro-batch's share of the gradient, log-probabilities `[B, T]`, and statistics as sums and counts.
+      The micro-batch's share of the gradient, log-probabilities `[B, T]`, and statistics as sums and counts, some of them in several
+      parts.
     """
 
     def loss_fn(params: Params) -> tuple[Array, tuple[Array, Stats]]:
@@ -80,7 +81,7 @@ def objective_and_gradient(
         loss_sum, stats = ppo_clip_loss_sum(
             logp, logp_old, batch.advantages, batch.sampled, weights, clip_low=spec.clip_low, clip_high=spec.clip_high
         )
-        loss = loss_sum / token_total
+        loss = token_mean(loss_sum, token_total)
         stats |= mismatch_stats(fixed, batch.logp_rollout, batch.sampled, batch.segment_ids, cap=spec.cap)
         stats |= entropy_stats(jax.lax.stop_gradient(entropy), batch.sampled)
         stats |= _parity(output.parity)
@@ -100,11 +101,11 @@ def without_guidance(batch: TrainBatch) -> TrainBatch:
 
 
 def _parity(parity: dict[str, tuple[Float[Array, " L"], Float[Array, " L"]]]) -> Stats:
+    """One sum and count per site and layer: over all of them, a large micro-batch has more values than int32 can count."""
     if not parity:
         return {}
-    total = sum((jnp.sum(agreed) for agreed, _ in parity.values()), jnp.float32(0))
-    count = sum((jnp.sum(counted) for _, counted in parity.values()), jnp.float32(0))
-    return {"guidance/parity_agreement": WeightedMetric(total, count.astype(jnp.int32))}
+    agreed, counted = (jnp.concatenate(parts) for parts in zip(*parity.values(), strict=True))
+    return {"guidance/parity_agreement": WeightedMetric(agreed, counted.astype(jnp.int32))}
 
 
 def _route_agreement(own: Int[Array, "B T L k"], batch: TrainBatch) -> Stats:

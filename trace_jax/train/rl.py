@@ -5,107 +5,111 @@
 3. Verify the answers; normalise rewards inside each group.
 4. Update the policy: `updates_per_batch` optimizer steps on disjoint sets of groups.
 5. Send the weights to the engine every `sync.every` updates.
-6. Report, evaluate, save.
 
-Every random choice follows from the seed and the counters in `Progress`, so a resumed run repeats the uninterrupted one.
+Every random choice follows from the seed and the counters in `Progress`, and the engine's weights from `sync.every` alone, so a
+resumed run repeats the uninterrupted one.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import optax
 from jaxtyping import Float32, Int64
 
-from trace_jax.errors import UserError
+from trace_jax.evaluation.answers import scored_answers
 from trace_jax.evaluation.audit import audit_metrics
 from trace_jax.evaluation.pass_rate import measure_pass_rate
 from trace_jax.metrics.weighted import combine, finalize
 from trace_jax.rl.advantages import frac_reward_zero_std, group_advantages
-from trace_jax.rollout.engine import Engine, generate
-from trace_jax.rollout.prompts import Scored, make_requests, score
+from trace_jax.rollout.engine import Engine
+from trace_jax.rollout.prompts import Scored
 from trace_jax.rollout.trajectories import FinishReason, Trajectories
 from trace_jax.train.checkpoint import Progress
+from trace_jax.train.clock import Clock
 from trace_jax.train.optimizer import learning_rate_schedule, make_optimizer
 from trace_jax.train.setup import Setup, sync_weights
-from trace_jax.train.state import TrainState
+from trace_jax.train.skipped import count_skipped
+from trace_jax.train.state import PolicyVersion, TrainState
 from trace_jax.train.update import UpdateSettings, measure, update_policy
 
-MAX_SKIPPED_IN_A_ROW = 3
-"""Updates with a gradient that is not finite before the run gives up."""
+REMEDY = "lower optimizer.learning_rate, or resume from an earlier checkpoint"
+"""Against gradients that are not finite."""
 
 
 @dataclass
 class Learner:
-    """The mutable part of a run: state, counters, and the engine that holds weights of version `synced`."""
+    """The mutable part of a run: state, counters, and the engine with the weights that it serves."""
 
     setup: Setup
     settings: UpdateSettings
+    optimizer: optax.GradientTransformation
     engine: Engine
     state: TrainState
     progress: Progress
-    synced: int = -1
+    served: PolicyVersion
 
     def sync(self) -> None:
         """Brings the engine to the current weights."""
-        sync_weights(self.engine, self.setup, self.state.params, self.state.multipliers, self.progress.version)
-        self.synced = self.progress.version
+        self.serve(PolicyVersion(self.state.params, self.progress.version))
+
+    def serve(self, weights: PolicyVersion) -> None:
+        """Brings the engine to these weights; does nothing if it has them."""
+        if self.served.version != weights.version:
+            sync_weights(self.engine, self.setup, weights.params, self.state.multipliers, weights.version)
+            self.served = weights
 
 
-def make_learner(setup: Setup, state: TrainState, progress: Progress, engine: Engine) -> Learner:
-    """A learner whose engine has the weights of `state`."""
+def make_learner(setup: Setup, state: TrainState, progress: Progress, engine: Engine, served: PolicyVersion | None = None) -> Learner:
+    """A learner whose engine serves the weights of `served`; None for those of `state`."""
     config = setup.config
     settings = UpdateSettings(
         spec=setup.objective,
-        optimizer=make_optimizer(config.optimizer),
         micro_batch_tokens=config.train.micro_batch_tokens,
         max_length=setup.max_sequence_tokens(),
         replay=config.algorithm.routing_replay,
     )
-    learner = Learner(setup, settings, engine, state, progress)
-    learner.sync()
-    return learner
+    served = served or PolicyVersion(state.params, progress.version)
+    sync_weights(engine, setup, served.params, state.multipliers, served.version)
+    return Learner(setup, settings, make_optimizer(config.optimizer), engine, state, progress, served)
 
 
-def rl_step(learner: Learner) -> tuple[dict[str, float], Trajectories]:
-    """Runs one step and returns its metrics and the scored trajectories.
+def rl_step(learner: Learner, clock: Clock) -> tuple[dict[str, float], Trajectories]:
+    """Runs one step and returns its metrics and the scored trajectories; the clock gets the time of its parts.
 
     Raises:
       UserError: three gradients in a row were not finite, or the reward fails on every answer.
     """
     setup, config, progress = learner.setup, learner.setup.config, learner.progress
     step, rollout = progress.step + 1, config.rollout
-    clock = Clock()
     audited = config.guidance.audit.sequences if _due(step, config.guidance.audit.every) else 0
     rows = setup.task.prompts("train", progress.data_position, rollout.prompts_per_step)
-    requests = make_requests(
+    scored = scored_answers(
+        learner.engine,
         rows,
+        setup.task,
         setup.tokenizer,
         setup.sampling,
         group_size=rollout.group_size,
         first_sample=progress.samples,
         seed=config.seed,
         audited=min(audited, len(rows) * rollout.group_size),
+        generated=lambda: clock.lap("rollout"),
     )
-    trajectories = generate(learner.engine, requests)
-    clock.lap("rollout")
-    scored = score(trajectories, [row for row in rows for _ in range(rollout.group_size)], setup.task, setup.tokenizer)
     trajectories = scored.trajectories
     advantages = group_advantages(scored.reward, trajectories.group, normalize_std=config.algorithm.normalize_std)
     clock.lap("reward")
 
-    metrics = audit_metrics(setup, learner.state, trajectories) if audited else {}
+    metrics = audit_metrics(learner.settings, learner.state, trajectories) if audited else {}
     clock.lap("audit")
     metrics |= _update(learner, trajectories, advantages, clock, _due(step, config.train.unguided_every))
     learner.progress = replace(
-        learner.progress, step=step, data_position=progress.data_position + len(rows), samples=progress.samples + len(requests)
+        learner.progress, step=step, data_position=progress.data_position + len(rows), samples=progress.samples + trajectories.num_sequences
     )
     metrics |= _rollout_metrics(scored, trajectories)
     sampled = int(trajectories.sampled.sum())
-    metrics |= {f"time/{name}": seconds for name, seconds in clock.laps.items()} | {"time/step": clock.total()}
     metrics["throughput/rollout_tokens_per_s"] = sampled / clock.laps["rollout"]
     metrics["throughput/train_tokens_per_s"] = trajectories.num_tokens / max(clock.laps["train"], 1e-9)
     metrics["learning_rate"] = float(np.asarray(learning_rate_schedule(config.optimizer)(learner.progress.version - 1)))
@@ -113,8 +117,11 @@ def rl_step(learner: Learner) -> tuple[dict[str, float], Trajectories]:
 
 
 def evaluate(learner: Learner) -> dict[str, Any]:
-    """Pass rate at the rollout's precision on the configured split, under `eval/<split>/...`."""
-    config = learner.setup.config
+    """Pass rate of the current weights at the rollout's precision on the configured split, under `eval/<split>/...`.
+
+    The engine serves afterwards what it served before: measuring must not change the run.
+    """
+    config, served = learner.setup.config, learner.served
     learner.sync()
     sampling = replace(learner.setup.sampling, temperature=0.0 if config.eval.greedy else learner.setup.sampling.temperature)
     result = measure_pass_rate(
@@ -127,33 +134,15 @@ def evaluate(learner: Learner) -> dict[str, Any]:
         max_prompts=config.eval.max_prompts,
         seed=config.seed,
     )
+    learner.serve(served)
     prefix = f"eval/{config.eval.split}"
     return {
         f"{prefix}/pass_at_1": result.pass_at_1,
         f"{prefix}/pass_at_1_low": result.low,
         f"{prefix}/pass_at_1_high": result.high,
         f"{prefix}/reward_mean": result.reward_mean,
-        f"{prefix}/precision": config.rollout.weights,
+        f"{prefix}/precision": result.precision,
     }
-
-
-class Clock:
-    """Wall time of the phases of a step, in seconds."""
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter):
-        self._now = now
-        self._start = self._last = now()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        """Adds the time since the last lap to `name`."""
-        current = self._now()
-        self.laps[name] = self.laps.get(name, 0.0) + current - self._last
-        self._last = current
-
-    def total(self) -> float:
-        """Time since the start."""
-        return self._now() - self._start
 
 
 def _update(
@@ -179,25 +168,24 @@ def _update(
             logp_old=logp_old,
             measure_unguided=unguided,
         )
-        result = update_policy(learner.state, measured, learner.settings)
-        learner.state = result.state
-        _count_skipped(learner, result.grad_norm)
+        result = update_policy(learner.state, measured, learner.optimizer)
+        learner.state, progress = result.state, learner.progress
+        in_a_row = count_skipped(progress.skipped_in_a_row, result.grad_norm, progress.step + 1, REMEDY)
         # A refused update leaves the weights, and thus their version, as they were.
-        if np.isfinite(result.grad_norm):
-            learner.progress = replace(learner.progress, version=learner.progress.version + 1)
+        learner.progress = replace(progress, version=progress.version + (in_a_row == 0), skipped_in_a_row=in_a_row)
         parts.append(result.stats)
         norms.append(result.grad_norm)
         clock.lap("train")
-        if learner.progress.version - learner.synced >= config.sync.every:
+        if learner.progress.version - learner.served.version >= config.sync.every:
             learner.sync()
             clock.lap("sync")
     metrics = finalize({name: metric for name, metric in combine(parts).items() if name != "loss"})
     metrics["loss"] = float(np.mean([np.sum(part["loss"].sum) for part in parts]))  # pyright: ignore
     metrics |= {
         "grad_norm": float(np.mean(norms)),
-        "sync/version": float(learner.synced),
+        "sync/version": float(learner.served.version),
         "sync/staleness": float(max(staleness)),
-        "train/skipped_updates": float(learner.progress.skipped_in_a_row),
+        "train/skipped_updates": float(np.sum(~np.isfinite(norms))),
     }
     return metrics
 
@@ -206,16 +194,6 @@ def _update_sets(trajectories: Trajectories, updates: int) -> list[Int64[np.ndar
     """Disjoint sets of whole groups, one per optimizer step."""
     groups = np.unique(trajectories.group)
     return [np.flatnonzero(np.isin(trajectories.group, part)) for part in np.array_split(groups, min(updates, groups.size))]
-
-
-def _count_skipped(learner: Learner, grad_norm: float) -> None:
-    skipped = 0 if np.isfinite(grad_norm) else learner.progress.skipped_in_a_row + 1
-    learner.progress = replace(learner.progress, skipped_in_a_row=skipped)
-    if skipped >= MAX_SKIPPED_IN_A_ROW:
-        raise UserError(
-            f"step {learner.progress.step + 1}: {MAX_SKIPPED_IN_A_ROW} gradients in a row were not finite; "
-            "lower optimizer.learning_rate, or resume from an earlier checkpoint"
-        )
 
 
 def _rollout_metrics(scored: Scored, trajectories: Trajectories) -> dict[str, float]:

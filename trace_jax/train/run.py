@@ -1,64 +1,28 @@
-"""A training run in its directory: start or resume, loop, save, stop cleanly."""
+"""A training run in its directory: start or resume, then step, record, save."""
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from trace_jax.config import Config, dump
+from trace_jax.config import Config
 from trace_jax.errors import UserError
-from trace_jax.files import write_atomic
-from trace_jax.metrics.writers import MetricsLog, open_writers
 from trace_jax.rollout.storage import json_rows, write_jsonl
 from trace_jax.train.checkpoint import Checkpoints, Progress
+from trace_jax.train.clock import Clock
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.read_checkpoint import read_meta
-from trace_jax.train.resume import changed_keys, remove_later
+from trace_jax.train.resume import changed_keys
 from trace_jax.train.rl import Learner, evaluate, make_learner, rl_step
-from trace_jax.train.run_folder import claimed
+from trace_jax.train.run_folder import Ended, OpenRun, Report, open_run, say
 from trace_jax.train.setup import build_setup, calibrated, initial_policy, require_finite
 from trace_jax.train.state import TrainState
 
-Report = Callable[[int, dict[str, Any]], None]
-"""Called after each step with its number and metrics."""
 
-
-@dataclass
-class StopRequest:
-    """Set by SIGTERM or SIGINT; the loop stops after the step in progress."""
-
-    asked: bool = False
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[StopRequest]:
-    """Turns SIGTERM and SIGINT into a stop after the current step; the former handlers come back at the end."""
-    request = StopRequest()
-
-    def handler(signum: int, frame: Any) -> None:
-        request.asked = True
-
-    former = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield request
-    finally:
-        for number, old in former.items():
-            signal.signal(number, old)
-
-
-def say(line: str) -> None:
-    """Tells the person at the console something about the run; standard output is for results."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def run_training(config: Config, directory: Path, *, resume: bool = False, report: Report | None = None) -> dict[str, Any]:
+def run_training(config: Config, directory: Path, *, resume: bool = False, report: Report | None = None) -> Ended:
     """Trains until `config.steps`, or until a signal asks to stop.
 
     Args:
@@ -68,60 +32,47 @@ def run_training(config: Config, directory: Path, *, resume: bool = False, repor
       report: called after every step.
 
     Returns:
-      The metrics of the last step that ran (empty when there was nothing left to do).
+      The metrics of the last step that ran (empty when there was nothing left to do), and whether a signal stopped the run.
     """
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
-    with stop_on_signal() as stop:
-        with claimed(directory, resume=resume), closing(checkpoints):
-            metrics = _run(config, directory, checkpoints, stop, resume, report or (lambda step, metrics: None))
-        if stop.asked:
-            last = checkpoints.latest()
-            say("stopped before anything was written" if last is None else f"stopped; step {last} is saved, go on with --resume")
-    return metrics
+    metrics: dict[str, Any] = {}
+    with open_run(config, directory, resume=resume, report=report) as run:
+        last = run.checkpoints.latest() if resume else None
+        learner = _started(config) if last is None else _resumed(config, run.checkpoints, last)
+        with closing(learner.engine), closing(learner.setup.task):
+            learner.setup.require_rows()
+            if not run.stop.asked:
+                run.begin(learner.progress.step if resume else None)
+                (directory / "rollouts").mkdir(exist_ok=True)
+                metrics = _loop(learner, run)
+    return Ended(metrics, run.stop.asked)
 
 
-def _run(config: Config, directory: Path, checkpoints: Checkpoints, stop: StopRequest, resume: bool, report: Report) -> dict[str, Any]:
-    last = checkpoints.latest() if resume else None
-    learner = _started(config) if last is None else _resumed(config, checkpoints, last)
-    with closing(learner.engine), closing(learner.setup.task):
-        for split in ("train", config.eval.split):
-            learner.setup.task.rows(split)  # an empty one is refused before anything is written
-        if stop.asked:
-            return {}
-        if resume:
-            checkpoints.remove_unfinished()
-            remove_later(directory, learner.progress.step)
-        write_atomic(directory / "config.yaml", [dump(config).encode()])
-        (directory / "rollouts").mkdir(exist_ok=True)
-        # Step 0 is evaluated again when a run resumes from it, so its row goes too.
-        after = learner.progress.step or -1 if resume else None
-        with closing(open_writers(directory, list(config.loggers), after_step=after)) as log:
-            metrics = _loop(learner, directory, checkpoints, log, stop, report)
-    checkpoints.wait()
-    return metrics
-
-
-def _loop(
-    learner: Learner, directory: Path, checkpoints: Checkpoints, log: MetricsLog, stop: StopRequest, report: Report
-) -> dict[str, Any]:
-    config = learner.setup.config
+def _loop(learner: Learner, run: OpenRun) -> dict[str, Any]:
+    config, clock = run.config, Clock()
     metrics: dict[str, Any] = {}
     if learner.progress.step == 0:
-        first = evaluate(learner)
-        log.write(0, first)
-        report(0, first)
-        _save(checkpoints, learner)
-    while learner.progress.step < config.steps and not stop.asked:
-        metrics, trajectories = rl_step(learner)
+        if config.eval.every:
+            first = evaluate(learner)
+            clock.lap("evaluate")
+            run.record(0, first | {"time/evaluate": clock.laps["evaluate"]})
+            clock = Clock()
+        _save(run.checkpoints, learner)
+        clock.lap("checkpoint")
+    while learner.progress.step < config.steps and not run.stop.asked:
+        metrics, trajectories = rl_step(learner, clock)
         step = learner.progress.step
-        write_jsonl(directory / "rollouts" / f"step_{step:06d}.jsonl", json_rows(trajectories, learner.setup.tokenizer))
         if config.eval.every and (step % config.eval.every == 0 or step == config.steps):
             metrics |= evaluate(learner)
-        log.write(step, metrics)
-        report(step, metrics)
+            clock.lap("evaluate")
+        write_jsonl(run.directory / "rollouts" / f"step_{step:06d}.jsonl", json_rows(trajectories, learner.setup.tokenizer))
+        metrics |= clock.metrics()
+        run.record(step, metrics)
+        # A row is written before its checkpoint, so that no kill leaves a step without one; the save counts to the next row.
+        clock = Clock()
         if step % config.checkpoint.every == 0:
-            _save(checkpoints, learner)
-    _save(checkpoints, learner)
+            _save(run.checkpoints, learner)
+            clock.lap("checkpoint")
+    _save(run.checkpoints, learner)
     return metrics
 
 
@@ -144,14 +95,13 @@ def _resumed(config: Config, checkpoints: Checkpoints, step: int) -> Learner:
         )
     require_finite(state.params, folder)
     setup = build_setup(config, (policy.family, policy.config))
-    learner = make_learner(setup, state, progress, setup.engine())
+    learner = make_learner(setup, state, progress, setup.engine(), checkpoints.restore_served(step))
     say(f"resumed after step {step}" + (f" with {', '.join(changes)}" if changes else ""))
     return learner
 
 
 def _save(checkpoints: Checkpoints, learner: Learner) -> None:
-    # A resumed engine starts from the saved weights; with `sync.every` above 1 the running one must do so too.
-    if learner.synced != learner.progress.version:
-        learner.sync()
     setup = learner.setup
-    checkpoints.save(learner.state, learner.progress, setup.policy, setup.config.tokenizer, setup.config.model_dump(mode="json"))
+    checkpoints.save(
+        learner.state, learner.progress, setup.policy, setup.config.tokenizer, setup.config.model_dump(mode="json"), learner.served
+    )

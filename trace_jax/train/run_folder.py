@@ -1,16 +1,30 @@
-"""The folder of a run: which one, whether it may be used, and that one program at a time uses it."""
+"""The folder of a run: which one, whether it may be used, that one program at a time uses it, and what is written there.
+
+`open_run` is all that `train` and `sft` have in common; each of them adds its start and its loop.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from trace_jax.config import Config, dump
 from trace_jax.errors import UserError
-from trace_jax.files import cannot_write
+from trace_jax.files import cannot_write, write_atomic
+from trace_jax.metrics.writers import MetricsLog, open_writers
+from trace_jax.train.checkpoint import Checkpoints
 from trace_jax.train.read_checkpoint import complete_steps
+from trace_jax.train.resume import remove_later
+from trace_jax.train.stop import StopRequest, stop_on_signal
+
+Report = Callable[[int, dict[str, Any]], None]
+"""Called after each step with its number and metrics."""
 
 LOCK = ".lock"
 
@@ -27,6 +41,80 @@ def run_directory(out: Path | None, name: str, *, resume: bool | None) -> Path:
     directory = out if out is not None else Path("runs") / name
     _check(directory, resume)
     return directory
+
+
+class Ended(NamedTuple):
+    """How a run ended: the metrics of its last step (empty if there was none), and whether a signal stopped it."""
+
+    metrics: dict[str, Any]
+    stopped: bool
+
+
+@dataclass
+class OpenRun:
+    """A run whose folder this program holds.
+
+    Args:
+      config, directory: of the run.
+      checkpoints: those of the folder.
+      stop: set by a signal; looked at between two steps.
+    """
+
+    config: Config
+    directory: Path
+    checkpoints: Checkpoints
+    stop: StopRequest
+    _report: Report
+    _closing: ExitStack
+    _log: MetricsLog | None = None
+
+    def begin(self, after: int | None = None) -> None:
+        """Writes the config and opens the metrics: everything is checked, and from here on the folder is a run.
+
+        Args:
+          after: step of the checkpoint that a resumed run goes on from; what came later is removed. None starts a new run.
+        """
+        if after is not None:
+            self.checkpoints.remove_unfinished()
+            remove_later(self.directory, after)
+            after = after or -1  # step 0 is evaluated again when a run resumes from it, so its row goes too
+        write_atomic(self.directory / "config.yaml", [dump(self.config).encode()])
+        log = open_writers(self.directory, list(self.config.loggers), after_step=after)
+        self._log = self._closing.enter_context(closing(log))
+
+    def record(self, step: int, metrics: dict[str, Any]) -> None:
+        """Writes the row of a step and reports it; the run has begun."""
+        assert self._log is not None
+        self._log.write(step, metrics)
+        self._report(step, metrics)
+
+
+@contextmanager
+def open_run(config: Config, directory: Path, *, resume: bool | None, report: Report | None) -> Iterator[OpenRun]:
+    """Holds the folder of a run, turns signals into a stop after the step in progress, and says at the end what a stopped run left.
+
+    The save under way is complete, and the metrics are closed, before the folder is released.
+
+    Args:
+      resume: as in `run_directory`.
+      report: called with every row of metrics.
+
+    Raises:
+      UserError: as `claimed`.
+    """
+    with stop_on_signal() as stop:
+        checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
+        with claimed(directory, resume=resume), closing(checkpoints), ExitStack() as logs:
+            yield OpenRun(config, directory, checkpoints, stop, report or (lambda step, metrics: None), logs)
+        if stop.asked:
+            last = checkpoints.latest()
+            remedy = "" if resume is None else ", go on with --resume"
+            say("stopped before anything was written" if last is None else f"stopped; step {last} is saved{remedy}")
+
+
+def say(line: str) -> None:
+    """Tells the person at the console something about the run; standard output is for results."""
+    print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

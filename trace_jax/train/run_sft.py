@@ -9,24 +9,22 @@ from typing import Any
 
 import jax
 
-from trace_jax.config import Config, dump
+from trace_jax.config import Config
 from trace_jax.evaluation.pass_rate import measure_pass_rate
-from trace_jax.files import write_atomic
-from trace_jax.metrics.writers import open_writers
 from trace_jax.models.registry import Params
 from trace_jax.quantization.plan import UNQUANTIZED
 from trace_jax.rollout.embedded.decode import CaptureSpec
 from trace_jax.rollout.embedded.engine import EmbeddedEngine
-from trace_jax.train.checkpoint import Checkpoints, Progress
+from trace_jax.train.checkpoint import Progress
 from trace_jax.train.optimizer import make_optimizer
-from trace_jax.train.run import Report, StopRequest, say, stop_on_signal
-from trace_jax.train.run_folder import claimed
+from trace_jax.train.run_folder import Ended, OpenRun, Report, open_run
 from trace_jax.train.setup import Setup, calibrated, initial_policy, sync_weights
 from trace_jax.train.sft import batch_width, sft_batch, sft_gradient
+from trace_jax.train.skipped import count_skipped
 from trace_jax.train.state import TrainState, apply_gradients
 
 
-def run_sft(config: Config, directory: Path, report: Report | None = None) -> dict[str, Any]:
+def run_sft(config: Config, directory: Path, report: Report | None = None) -> Ended:
     """Trains on worked answers and writes a checkpoint that `train` starts from.
 
     Stops when the pass rate on `sft.split_for_stop` reaches `sft.stop_pass_rate` (BF16, at the rollout's temperature), after
@@ -39,17 +37,17 @@ def run_sft(config: Config, directory: Path, report: Report | None = None) -> di
       report: called after every step.
 
     Returns:
-      The last metrics; none if a signal came before the first step.
+      The last metrics (none if a signal came before the first step), and whether a signal stopped the run.
     """
-    with stop_on_signal() as stop:
-        with claimed(directory, resume=None):
-            setup, params, _ = initial_policy(config)
-            with closing(setup.task):
-                width = _checked_width(setup)
-                if not stop.asked:
-                    return _run(setup, params, width, directory, stop, report or (lambda step, metrics: None))
-        say("stopped before anything was written")
-        return {}
+    metrics: dict[str, Any] = {}
+    with open_run(config, directory, resume=None, report=report) as run:
+        setup, params, _ = initial_policy(config)
+        with closing(setup.task):
+            width = _checked_width(setup)
+            if not run.stop.asked:
+                run.begin()
+                metrics = _loop(setup, params, width, run)
+    return Ended(metrics, run.stop.asked)
 
 
 def _checked_width(setup: Setup) -> int:
@@ -60,32 +58,29 @@ def _checked_width(setup: Setup) -> int:
     return batch_width(setup.task.rows("train"), setup.tokenizer, setup.policy.config.max_position)
 
 
-def _run(setup: Setup, params: Params, width: int, directory: Path, stop: StopRequest, report: Report) -> dict[str, Any]:
+def _loop(setup: Setup, params: Params, width: int, run: OpenRun) -> dict[str, Any]:
     config, sft = setup.config, setup.config.sft
     optimizer = make_optimizer(config.optimizer.model_copy(update={"learning_rate": sft.learning_rate, "warmup_steps": sft.warmup_steps}))
     opt_state = jax.jit(optimizer.init)(params)
     probe = replace(setup, rollout_plan=UNQUANTIZED)
     engine = EmbeddedEngine(setup.policy, UNQUANTIZED, CaptureSpec(), config.rollout.max_batch)
-    write_atomic(directory / "config.yaml", [dump(config).encode()])
     metrics: dict[str, Any] = {}
-    with closing(open_writers(directory, list(config.loggers))) as log:
-        for step in range(1, sft.steps + 1):
-            rows = setup.task.prompts("train", (step - 1) * sft.batch_size, sft.batch_size)
-            gradient, loss, _ = sft_gradient(params, sft_batch(rows, setup.tokenizer, width), policy=setup.policy)
-            params, opt_state, norm = apply_gradients(params, opt_state, gradient, optimizer=optimizer)
-            metrics = {"sft/loss": float(loss), "grad_norm": float(norm)}
-            due = sft.eval_every and step % sft.eval_every == 0
-            if due:
-                metrics |= _probe(probe, engine, params, step)
-            log.write(step, metrics)
-            report(step, metrics)
-            if stop.asked or (due and sft.stop_pass_rate is not None and metrics["sft/pass_at_1"] >= sft.stop_pass_rate):
-                break
+    progress = Progress(seed=config.seed)
+    for step in range(1, sft.steps + 1):
+        rows = setup.task.prompts("train", (step - 1) * sft.batch_size, sft.batch_size)
+        gradient, loss, _ = sft_gradient(params, sft_batch(rows, setup.tokenizer, width), policy=setup.policy)
+        params, opt_state, norm = apply_gradients(params, opt_state, gradient, optimizer=optimizer)
+        skipped = count_skipped(progress.skipped_in_a_row, float(norm), step, "lower sft.learning_rate")
+        progress = replace(progress, step=step, skipped_in_a_row=skipped)
+        metrics = {"sft/loss": float(loss), "grad_norm": float(norm), "train/skipped_updates": float(skipped > 0)}
+        due = sft.eval_every and step % sft.eval_every == 0
+        if due:
+            metrics |= _probe(probe, engine, params, step)
+        run.record(step, metrics)
+        if run.stop.asked or (due and sft.stop_pass_rate is not None and metrics["sft/pass_at_1"] >= sft.stop_pass_rate):
+            break
     state = TrainState(params, opt_state, calibrated(setup, params))
-    with closing(Checkpoints(directory / "checkpoints", config.checkpoint.keep)) as checkpoints:
-        checkpoints.save(state, Progress(step=step, seed=config.seed), setup.policy, config.tokenizer, config.model_dump(mode="json"))
-    if stop.asked:
-        say(f"stopped; step {step} is saved")
+    run.checkpoints.save(state, progress, setup.policy, config.tokenizer, config.model_dump(mode="json"))
     return metrics
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from trace_jax.config import Config, resolve_layers
+from trace_jax.config.checks import ENGINE_GROUP
 from trace_jax.errors import UserError
+from trace_jax.models.finite import require_finite
 from trace_jax.models.hf import load_hf_directory
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import ModelConfig, Params, config_from_dict, init_params
@@ -23,7 +26,7 @@ from trace_jax.rollout.prompts import SamplingSettings
 from trace_jax.rollout.weight_sync import layer_updates
 from trace_jax.rollout.weight_update import Ack, UpdateDigest
 from trace_jax.tasks import Task, load_task
-from trace_jax.tokenizers import Tokenizer, load_tokenizer
+from trace_jax.tokenizers import BUILT_IN, Tokenizer, load_tokenizer
 from trace_jax.train.checkpoint import load_policy
 from trace_jax.train.objective import ObjectiveSpec
 from trace_jax.train.sft import worked_example
@@ -50,8 +53,21 @@ class Setup:
         return CaptureSpec(guidance.record, tuple(guidance.sites), layers)
 
     def engine(self) -> Engine:
-        """A new engine without weights."""
-        return EmbeddedEngine(self.policy, self.rollout_plan, self.capture(), self.config.rollout.max_batch)
+        """A new engine without weights: the embedded one, or what the factory of an installed package makes of this setup."""
+        rollout = self.config.rollout
+        if rollout.engine != "jax":
+            (point,) = entry_points(group=ENGINE_GROUP, name=rollout.engine)
+            return point.load()(self)
+        return EmbeddedEngine(replace(self.policy, partial_sums=rollout.partial_sums), self.rollout_plan, self.capture(), rollout.max_batch)
+
+    def require_rows(self) -> None:
+        """Refuses, before anything is written, a run that would read an empty split.
+
+        Raises:
+          UserError: a split has no rows.
+        """
+        for split in ("train", self.config.eval.split) if self.config.eval.every else ("train",):
+            self.task.rows(split)
 
     def max_sequence_tokens(self) -> int:
         """Longest sequence the run can produce: the longest prompt of any split plus the answer limit.
@@ -102,6 +118,11 @@ def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = N
         family, model_config, COMPUTE_DTYPES[config.model.compute_dtype], config.model.experts_implementation, config.train.remat
     )
     rollout, quant = config.rollout, config.train_quant
+    if model_config.num_experts % rollout.partial_sums or model_config.num_heads * model_config.head_dim % rollout.partial_sums:
+        raise UserError(
+            f"rollout.partial_sums is {rollout.partial_sums}, which does not divide the model's {model_config.num_experts} experts and "
+            f"its {model_config.num_heads} heads of {model_config.head_dim}; write 1 or a common divisor"
+        )
     plan = rollout_plan(
         rollout.weights, rollout.activations, rollout.kv_cache.k, rollout.kv_cache.v, rollout.activation_scale == "per_token"
     )
@@ -147,7 +168,8 @@ def initial_policy(config: Config) -> tuple[Setup, Params, Multipliers]:
     """The policy a run starts from: `model.source`, or random parameters from the run's seed.
 
     Raises:
-      UserError: the source is neither a run, a checkpoint nor a Hugging Face directory, or its weights are not finite.
+      UserError: the source is neither a run, a checkpoint nor a Hugging Face directory, its weights are not finite, or they were
+        trained with another tokenizer.
     """
     source = config.model.source
     if source is None:
@@ -156,20 +178,33 @@ def initial_policy(config: Config) -> tuple[Setup, Params, Multipliers]:
         return setup, params, {}
     path = Path(source)
     if (path / "config.json").is_file():
+        if config.tokenizer in BUILT_IN and (path / "tokenizer.json").is_file():
+            _require_tokenizer(config, source, source)
         family, model_config, loaded_params = load_hf_directory(path)
         params = jax.tree.map(jnp.asarray, loaded_params)
         require_finite(params, source)
         return build_setup(config, (family, model_config)), params, {}
     loaded = load_policy(path)
+    _require_tokenizer(config, source, loaded.tokenizer)
     require_finite(loaded.params, source)
     return build_setup(config, (loaded.policy.family, loaded.policy.config)), loaded.params, loaded.multipliers
 
 
-def require_finite(params: Params, where: object) -> None:
-    """Raises UserError naming the first parameter that holds a NaN or an infinity."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not bool(jnp.all(jnp.isfinite(leaf))):
-            raise UserError(f"{where}: parameter {jax.tree_util.keystr(path)} holds NaN or Inf; use an undamaged checkpoint")
+def _require_tokenizer(config: Config, source: str, trained: str) -> None:
+    """Other ids than those the policy learned would train without a word of complaint.
+
+    Two folders are compared by their tokenizer.json, so it does not matter how a path is written or where a copy lies.
+    """
+    if config.tokenizer == trained:
+        return
+    if not {config.tokenizer, trained} & set(BUILT_IN):
+        files = [Path(folder) / "tokenizer.json" for folder in (config.tokenizer, trained)]
+        # A folder that has been moved cannot be compared; the one that the config names is then taken at its word.
+        if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+            return
+    raise UserError(
+        f"the policy of {source} was trained with tokenizer {trained}, the config says {config.tokenizer}; write tokenizer: {trained}"
+    )
 
 
 def calibrated(setup: Setup, params: Params) -> Multipliers:

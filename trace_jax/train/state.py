@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,13 @@ class TrainState:
     params: Params
     opt_state: optax.OptState
     multipliers: Multipliers
+
+
+class PolicyVersion(NamedTuple):
+    """Float32 masters after a number of updates."""
+
+    params: Params
+    version: int
 
 
 @functools.partial(jax.jit, donate_argnums=(0,))

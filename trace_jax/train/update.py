@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Float32, Int64
 
 from trace_jax.errors import UserError
-from trace_jax.metrics.weighted import Stats, combine
+from trace_jax.metrics.weighted import MaxMetric, Stats, WeightedMetric, combine
 from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.rollout.micro_batches import MicroBatch, length_buckets, plan_micro_batches
@@ -30,14 +30,12 @@ class UpdateSettings:
 
     Args:
       spec: objective.
-      optimizer: optax transformation.
       micro_batch_tokens: padded tokens of a micro-batch.
       max_length: longest sequence the run can produce; fixes the padded lengths.
       replay: whether routes are replayed.
     """
 
     spec: ObjectiveSpec
-    optimizer: optax.GradientTransformation
     micro_batch_tokens: int
     max_length: int
     replay: bool = True
@@ -121,13 +119,22 @@ def measure(
         starts = trajectories.offsets[:-1][packed.sequence_indices]
         logp[token_rows(starts, packed.lengths)] = packed.gather(np.asarray(micro_logp))
     assert gradient is not None  # at least one sequence
-    return Measurement(logp, combine(jax.device_get(parts)), gradient)
+    return Measurement(logp, _pooled(combine(jax.device_get(parts))), gradient)
 
 
-def update_policy(state: TrainState, measurement: Measurement, settings: UpdateSettings) -> UpdateResult:
+def update_policy(state: TrainState, measurement: Measurement, optimizer: optax.GradientTransformation) -> UpdateResult:
     """Takes one optimizer step along a measured gradient."""
-    params, opt_state, norm = apply_gradients(state.params, state.opt_state, measurement.gradient, optimizer=settings.optimizer)
+    params, opt_state, norm = apply_gradients(state.params, state.opt_state, measurement.gradient, optimizer=optimizer)
     return UpdateResult(TrainState(params, opt_state, state.multipliers), measurement.stats, float(norm))
+
+
+def _pooled(stats: Stats) -> Stats:
+    """Adds up what the device keeps in several counts because one would not fit int32; on the host they are int64."""
+
+    def pool(metric: WeightedMetric | MaxMetric) -> WeightedMetric | MaxMetric:
+        return WeightedMetric(np.sum(metric.sum), np.sum(metric.count)) if isinstance(metric, WeightedMetric) else metric
+
+    return {name: pool(metric) for name, metric in stats.items()}
 
 
 def _require_routes(trajectories: Trajectories, chosen: Int64[np.ndarray, " S"]) -> None:

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import round_to_bf16
+from pallas_kernels import keep_rounding, round_to_bf16
+from trace_jax.layers import partial_sums
 from trace_jax.layers.attention import attend
 from trace_jax.layers.experts import ExpertWeights, apply_experts
 from trace_jax.layers.kv_cache import KVCache, append, read
@@ -118,9 +119,9 @@ def _attention_block(
         rounded_value = read(cache.v, layer_id, config.head_dim, multipliers.get("v"), x.dtype)
     del extras["kept"]
     attended = attend(query, rounded_key, rounded_value, inputs.mask)
-    update = attended.reshape(*x.shape[:2], -1) @ attention.o_proj[...].astype(x.dtype).T
+    update = partial_sums.matmul(attended.reshape(*x.shape[:2], -1), attention.o_proj[...].astype(x.dtype).T, options.partial_sums)
     if config.attention_bias:
-        update = update + attention.o_bias[...].astype(x.dtype)[None, None, :]
+        update = keep_rounding(update + attention.o_bias[...].astype(x.dtype)[None, None, :])
     return x + update, cache, extras
 
 
@@ -158,6 +159,7 @@ def _expert_block(
         ExpertWeights(*(w.astype(x.dtype) for w in weights)),
         quantize_hidden,
         options.experts_implementation,
+        options.partial_sums,
     )
     return x + update.reshape(x.shape), {**extras, "routes": {"used": ids, "own": own}}
 

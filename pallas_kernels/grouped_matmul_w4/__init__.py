@@ -1,0 +1,1 @@
+"""Matrix products with FP4 weights, which are read as codes and scales."""

@@ -1,0 +1,1 @@
+"""New keys and values into a paged FP4 cache."""

@@ -1,0 +1,98 @@
+"""What a precision sets, and that its name comes from the engine, never from what was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests import tiny_policy as tiny
+from trace_jax.config import load
+from trace_jax.errors import UserError
+from trace_jax.evaluation import mismatch
+from trace_jax.evaluation.precision_rollout import roll_out
+from trace_jax.evaluation.precisions import METHODS_OF, precision_config, precision_name, precision_overrides
+from trace_jax.evaluation.rollout import _open
+from trace_jax.evaluation.run import pass_rate_at
+from trace_jax.rollout.embedded.engine import EmbeddedEngine
+from trace_jax.rollout.engine import Capabilities
+from trace_jax.train import rl
+
+KV_ONLY = ["guidance.sites=[k, v]", "train_quant.activations=rtn"]
+"""A run that guides a part of its sites."""
+
+
+@pytest.mark.parametrize("precision", METHODS_OF)
+def test_a_run_that_guides_some_sites_can_be_measured_with_every_method(config_file: Path, precision: str) -> None:
+    config = load(config_file, KV_ONLY)
+    for method in METHODS_OF[precision]:
+        found = precision_config(config, precision, method)
+        assert found.method == method and precision_overrides(found, precision) == ""
+        assert set(found.recorded_sites) == ({"expert_input", "k", "v"} if method.startswith("trace") else set())
+
+
+def test_the_settings_that_reach_a_precision(config_file: Path) -> None:
+    config = load(config_file)
+    keys = ("rollout.weights", "rollout.activations", "rollout.kv_cache.k", "rollout.kv_cache.v")
+    assert precision_overrides(config, "nvfp4") == ""
+    assert precision_overrides(config, "mxfp4") == " ".join(f"{key}=mxfp4" for key in keys)
+    reached = load(config_file, precision_overrides(config, "mxfp4").split())
+    assert precision_overrides(reached, "mxfp4") == ""
+    assert precision_overrides(load(config_file, ["rollout.kv_cache.v=mxfp4"]), "nvfp4").startswith("rollout.weights=nvfp4 ")
+
+
+@pytest.mark.parametrize("precision", METHODS_OF)
+def test_an_embedded_engine_is_named_by_its_precision(precision: str) -> None:
+    assert precision_name(tiny.engine(tiny.PLANS[precision], seed=None).capabilities()) == precision
+
+
+def fall_back(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every engine executes BF16 activations from here on; returns what that is called."""
+    honest = EmbeddedEngine.capabilities
+
+    def capabilities(self: EmbeddedEngine) -> Capabilities:
+        return replace(honest(self), activations="bf16")
+
+    monkeypatch.setattr(EmbeddedEngine, "capabilities", capabilities)
+    return "weights nvfp4, activations bf16, k nvfp4, v nvfp4"
+
+
+def test_an_engine_that_fell_back_is_not_called_by_what_was_asked(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = fall_back(monkeypatch)
+    opened = _open(config_file, [])
+    settings: Any = {"split": "validation", "samples": 1, "max_prompts": 1, "temperature": 1.0, "seed": 0}
+    assert pass_rate_at(opened, "nvfp4", **settings).precision == name
+    with pytest.raises(UserError, match=f"nvfp4 cannot be measured: engine jax executes {name}"):
+        roll_out(opened, "nvfp4", split="validation", prompts=1, samples=1, seed=0)
+    opened.task.close()
+
+
+def test_training_reports_what_its_engine_executes(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = SimpleNamespace(pass_at_1=0.5, low=0.4, high=0.6, reward_mean=0.5, precision="weights nvfp4, activations bf16, k fp8, v fp8")
+    monkeypatch.setattr(rl, "measure_pass_rate", lambda *_, **__: result)
+    monkeypatch.setattr(rl.Learner, "sync", lambda self: None)
+    monkeypatch.setattr(rl.Learner, "serve", lambda self, weights: None)
+    opened = _open(config_file, [])
+    learner = object.__new__(rl.Learner)
+    learner.setup = opened.setup(opened.config)
+    learner.engine, learner.served = tiny.engine(tiny.PLANS["nvfp4"], seed=None), rl.PolicyVersion(opened.params, 0)
+    assert rl.evaluate(learner)["eval/validation/precision"] == result.precision
+    opened.task.close()
+
+
+def test_every_config_is_checked_before_the_first_answer(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = _open(config_file, [])
+    monkeypatch.setattr(mismatch, "open_policy", lambda *_: opened)
+    monkeypatch.setattr(mismatch, "roll_out", lambda *_, **__: pytest.fail("answers were generated"))
+
+    def refuse_the_last(config: Any, precision: str, method: str) -> Any:
+        if (precision, method) == ("mxfp4", "trace_full"):
+            raise UserError("this one cannot be measured")
+        return precision_config(config, precision, method)
+
+    monkeypatch.setattr(mismatch, "precision_config", refuse_the_last)
+    with pytest.raises(UserError, match="this one cannot be measured"):
+        mismatch.measure_mismatch(config_file)

@@ -1,0 +1,94 @@
+"""The pairwise rules against the comparisons that define the results: every bfloat16 pattern under every scale byte."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import NVFP4, oracle
+from pallas_kernels.guided_fake_quant import pairwise as guided_pairwise
+from pallas_kernels.guided_fake_quant import pallas as guided_kernel
+from pallas_kernels.guided_fake_quant import reference as guided_reference
+from pallas_kernels.quantize import pairwise as quantize_pairwise
+from pallas_kernels.quantize import pallas as quantize_kernel
+from pallas_kernels.quantize import reference as quantize_reference
+from tests.pallas_kernels.cases import BF16, NUDGE, mismatches
+
+PATTERNS = np.arange(2**16, dtype=np.uint16).view(BF16)
+SCALES = np.arange(256, dtype=np.uint8)
+
+
+def both_guided(x, record, scales, valid, own, rollout):
+    arguments = (*(jnp.asarray(each) for each in (x, record, scales, valid)), jnp.float32(own), jnp.float32(rollout), "mantissa", NVFP4)
+    return guided_kernel.guided_fake_quant(*arguments, interpret=True), guided_reference.guided_fake_quant(*arguments)
+
+
+@pytest.mark.parametrize("bit", (0, 255))
+@pytest.mark.parametrize("multiplier", (2.0**-9 * NUDGE, 2.0**7))
+def test_guided_every_pattern_under_every_scale_byte(bit, multiplier):
+    """16,777,216 values; a record of zeros or ones, subnormals, values that are not finite, bytes that are no scales."""
+    x = np.broadcast_to(PATTERNS, (64, PATTERNS.size))
+    record = np.full((64, PATTERNS.size // 8), bit, np.uint8)
+    assert guided_pairwise.fits(*[jnp.full(1, multiplier, jnp.float32)] * 2)
+    for some in SCALES.reshape(4, 64, 1):
+        scales = np.broadcast_to(some, (64, PATTERNS.size // 16))
+        assert mismatches(*both_guided(x, record, scales, np.ones(64, bool), multiplier, multiplier)) == 0
+
+
+def test_guided_rows_without_a_record_and_other_multipliers():
+    """Random records and scales, half of the rows not valid; multipliers within and beyond what the rule serves."""
+    rng = np.random.default_rng(1)
+    x = rng.permuted(np.broadcast_to(np.arange(2**16, dtype=np.uint16), (64, 2**16)), axis=1)
+    x = np.where((x & 0x7F80) == 0x7F80, x & 0x3FFF, x).view(BF16)
+    record = rng.integers(0, 256, size=(64, x.shape[1] // 8), dtype=np.uint8)
+    scales = rng.integers(0, 256, size=(64, x.shape[1] // 16), dtype=np.uint8)
+    served = []
+    for own, rollout in ((1.0, 2.0**-3 * NUDGE), (2.0**-56, 2.0**-20), (2.0**7, 2.0**8), (2.0**-57, 1.0), (0.0007, 0.0007), (1.0, -1.0)):
+        served.append(bool(guided_pairwise.fits(jnp.full(1, own, jnp.float32), jnp.full(1, rollout, jnp.float32))))
+        with np.errstate(all="ignore"):
+            assert mismatches(*both_guided(x, record, scales, np.arange(64) % 2 == 0, own, rollout)) == 0
+    assert served == [True, True, False, False, False, False]
+
+
+def under_every_scale(multiplier: float) -> np.ndarray:
+    """[126, m]: in row s every finite magnitude of a block whose largest value makes scale byte s + 1, in both signs."""
+    largest = (6 * oracle.scale_values(SCALES[1:0x7F], NVFP4) * np.float32(multiplier)).astype(BF16)
+    rest = np.pad(PATTERNS[:0x7F80], (0, -0x7F80 % 15)).reshape(-1, 15)
+    blocks = np.zeros((126, len(rest), 16), BF16)
+    blocks[..., 0] = largest[:, None]
+    limit = largest[:, None, None]
+    blocks[..., 1:] = np.where(rest.astype(np.float32) <= limit.astype(np.float32), rest, limit)
+    blocks.view(np.uint16)[..., 1::2] |= 0x8000
+    return blocks.reshape(126, -1)
+
+
+@pytest.mark.parametrize("multiplier", (1.0, 2.0**-9 * NUDGE, 2.0**-100, 2.0**-101))
+def test_quantize_every_magnitude_under_every_scale(multiplier):
+    x = jnp.asarray(under_every_scale(multiplier))
+    m = jnp.full(1, multiplier, jnp.float32)
+    assert bool(quantize_pairwise.fits(m)) == (multiplier >= 2.0**-100)
+    codes, scales = quantize_kernel.quantize(x, m[0], NVFP4, interpret=True)
+    expected_codes, expected_scales = quantize_reference.quantize(x, m[0], NVFP4)
+    assert len(np.unique(np.asarray(scales))) >= 100
+    assert mismatches(scales, expected_scales) == 0 and mismatches(codes, expected_codes) == 0
+
+
+def test_multipliers_of_rows():
+    rng = np.random.default_rng(2)
+    x = rng.permutation(2**16).astype(np.uint16).view(BF16).reshape(64, -1)
+    for low in (-126, -60):
+        m = jnp.asarray((2.0 ** rng.integers(low, 118, size=64)).astype(np.float32))
+        out = quantize_kernel.quantize(jnp.asarray(x), m, NVFP4, interpret=True)
+        expected = quantize_reference.quantize(jnp.asarray(x), m, NVFP4)
+        assert all(mismatches(*two) == 0 for two in zip(out, expected, strict=True))
+
+
+def test_a_reciprocal_rounded_to_the_wrong_side_is_seen(monkeypatch):
+    """The control: values on a code then lie below it."""
+    monkeypatch.setattr(guided_pairwise, "UP", guided_pairwise.DOWN)
+    # A shape of its own: what is compiled here must serve no other test.
+    x = np.broadcast_to(PATTERNS, (7, PATTERNS.size))
+    scales = np.broadcast_to(SCALES[0x39:0x40, None], (7, PATTERNS.size // 16))
+    out = both_guided(x, np.full((7, PATTERNS.size // 8), 255, np.uint8), scales, np.ones(7, bool), 1.0, 1.0)
+    assert mismatches(*out) > 0
