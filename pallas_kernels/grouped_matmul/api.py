@@ -1,15 +1,13 @@
 """`grouped_matmul`: the user's function."""
 
 import functools
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul import reference
-
-IMPLEMENTATIONS = ("reference", "pallas", "tokamax")
+from pallas_kernels.implementation import dispatch
 
 
 def grouped_matmul(
@@ -23,8 +21,7 @@ def grouped_matmul(
       x: bfloat16 or float32, rows sorted by group.
       weights: of the same dtype, contraction axis last, as `ExpertWeights` has them.
       group_sizes: int32 rows of each group, zeros allowed. Rows beyond their sum give zeros and get a zero gradient.
-      implementation: "reference" (`jax.lax.ragged_dot_general`), "pallas", "tokamax" (NVIDIA, extra `tokamax`) or None: on a GPU the
-        Pallas kernels where they can serve, else the reference. It serves the gradients too.
+      implementation: "reference" (`jax.lax.ragged_dot_general`), "pallas" or None for the best one here; serves the gradients too.
 
     Returns:
       [N, F] in the dtype of x. Differentiable in x and weights.
@@ -32,7 +29,6 @@ def grouped_matmul(
     Raises:
       ValueError: shapes or dtypes that do not fit together, or an unknown implementation.
       NotImplementedError: the named implementation cannot serve the arguments (the reason is given).
-      ImportError: "tokamax" is not installed.
     """
     if weights.ndim != 3 or x.ndim != 2 or x.shape[1] != weights.shape[2]:
         raise ValueError(f"rows [N, K] meet weights [E, F, K], got {x.shape} and {weights.shape}; K is the last axis of both")
@@ -40,8 +36,6 @@ def grouped_matmul(
         raise ValueError(f"rows are {x.dtype} and weights {weights.dtype}; pass both as bfloat16 or both as float32")
     if group_sizes.shape != weights.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"{weights.shape[0]} groups need as many int32 sizes, got {group_sizes.dtype}{group_sizes.shape}")
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown implementation {implementation!r}; write one of {', '.join(IMPLEMENTATIONS)} or None")
     return _grouped_matmul(x, weights, group_sizes, implementation)
 
 
@@ -67,24 +61,9 @@ _grouped_matmul.defvjp(_forward, _backward)
 
 
 def _run(product: str, implementation: str | None, left: Array, right: Array, group_sizes: Array) -> Array:
-    """One product by the named implementation, or by the best one here; modules are imported only when used."""
-    if implementation is not None:
-        return getattr(_module(implementation), product)(left, right, group_sizes)
-    if jax.default_backend() == "gpu":
-        try:
-            return getattr(_module("pallas"), product)(left, right, group_sizes)
-        except NotImplementedError:
-            pass
-    return getattr(reference, product)(left, right, group_sizes)
+    def pallas() -> Array:
+        from pallas_kernels.grouped_matmul import pallas as kernels
 
+        return getattr(kernels, product)(left, right, group_sizes)
 
-def _module(implementation: str) -> ModuleType:
-    if implementation == "pallas":
-        from pallas_kernels.grouped_matmul import pallas
-
-        return pallas
-    if implementation == "tokamax":
-        from pallas_kernels.grouped_matmul import tokamax_kernels
-
-        return tokamax_kernels
-    return reference
+    return dispatch(implementation, lambda: getattr(reference, product)(left, right, group_sizes), pallas)

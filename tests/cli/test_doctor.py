@@ -29,7 +29,7 @@ def test_doctor_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["versions"]["jax"] and set(found["kernels"]) >= {"reference", "pallas"}
 
 
-@pytest.mark.parametrize("distribution", ["jax-triton", "tokamax", "vllm"])
+@pytest.mark.parametrize("distribution", ["jax-triton", "vllm"])
 def test_optional_packages_are_called_unused_until_something_imports_them(distribution: str) -> None:
     sources = [path for package in (pallas_kernels, trace_jax) for path in Path(package.__path__[0]).rglob("*.py")]
     imported = {

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import pallas, reference, tokamax_kernels, tune
+from pallas_kernels.grouped_matmul import pallas, reference
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_matmul.tiles import count_tiles, row_tiles
 from tests.pallas_kernels import products
@@ -131,24 +128,6 @@ def test_refusals(unchecked):
         grouped_matmul(x.astype(jnp.float32), weights.astype(jnp.float32), sizes, implementation="pallas")
 
 
-def test_tokamax_is_refused_or_named():
-    """Here there is no GPU, and perhaps no tokamax; both are said."""
-    x, weights = (jnp.asarray(side) for side in operands("forward"))
-    missing = importlib.util.find_spec("tokamax") is None
-    with pytest.raises(ImportError if missing else NotImplementedError, match=r"trace-jax\[tokamax\]" if missing else "NVIDIA GPUs"):
-        grouped_matmul(x, weights, jnp.asarray(SIZES["uneven"], jnp.int32), implementation="tokamax")
-
-
-def test_the_table_of_configurations_is_among_the_candidates():
-    table = json.loads(tokamax_kernels.TABLE.read_text())
-    for device in table:
-        configs = tokamax_kernels.device_configs(device)
-        assert set(configs) == set(PRODUCTS)
-        assert all((config["block_m"], config["block_n"], config["block_k"]) == (128, 64, 128) for config in configs.values())
-    assert len(tune.candidates()) == len({json.dumps(fields) for fields in tune.candidates()})
-    assert tokamax_kernels.device_configs("no such device") == {}
-
-
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_kernels_lower_for_cuda(product):
@@ -161,10 +140,8 @@ def test_kernels_lower_for_cuda(product):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("implementation", ("reference", "pallas", "tokamax", None))
-def test_on_gpu(implementation, require):
-    if implementation == "tokamax":
-        require("tokamax")
+@pytest.mark.parametrize("implementation", ("reference", "pallas", None))
+def test_on_gpu(implementation):
     rng = np.random.default_rng(13)
     sizes = [*np.bincount(rng.integers(0, 15, size=2000), minlength=15), 0]
     x, weights, cotangent = (rng.normal(size=shape).astype(BF16) for shape in ((2050, 512), (16, 768, 512), (2050, 768)))

@@ -23,7 +23,6 @@ from trace_jax.terminal import result_console
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml-dtypes", "pydantic", "typer", "rich")
 OPTIONAL = {
     "jax-triton": "triton: not used by this version",
-    "tokamax": "tokamax: grouped matrix products on NVIDIA GPUs",
     "vllm": "vllm: not used by this version",
     "torch": "parity: comparison with transformers",
     "transformers": "parity: comparison with transformers",
