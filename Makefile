@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt
 .PHONY: help install quickstart test parity lint format clean
 
 help:
-	@echo "make quickstart   install and run the main job on CPU (about 3 minutes on 2 cores)"
+	@echo "make quickstart   install and run the main job on CPU (3 to 6 minutes on 2 cores)"
 	@echo "make test         install the test extra and run the suite"
 	@echo "make parity       install torch (CPU build if there is one) and transformers for the parity tests"
 	@echo "make lint         check format, lint and types"
