@@ -9,11 +9,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constrain
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test parity lint format clean
+.PHONY: help install quickstart test test-all parity lint format clean
 
 help:
 	@echo "make quickstart   install and run the main job on CPU (3 to 6 minutes on 2 cores)"
-	@echo "make test         install the test extra and run the suite"
+	@echo "make test         install the test extra and run the quick suite"
+	@echo "make test-all     the same with the slow tests, everything compiled as users do"
 	@echo "make parity       install torch (CPU build if there is one) and transformers for the parity tests"
 	@echo "make lint         check format, lint and types"
 	@echo "make format       reformat the code"
@@ -52,8 +53,12 @@ install: $(VENV)/.base
 quickstart: $(VENV)/.base
 	@$(BIN)/python -m trace_jax.quickstart
 
+# A file stays on one worker, which then compiles its programs once.
 test: $(VENV)/.test
-	@$(BIN)/python -m pytest -q -rs -n $(WORKERS) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-all: export TRACE_JAX_TEST_SLOW = 1
+test-all: test
 
 parity: $(VENV)/.parity
 

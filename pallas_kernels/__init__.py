@@ -1,6 +1,6 @@
-"""FP4 number formats for JAX: quantizers, fake quantization, guided rounding, and their kernels.
+"""FP4 number formats for JAX: quantizers, fake quantization, guided rounding, products and attention on FP4 data, and their kernels.
 
-The numeric contract is in docs/numerics.md. Every function works on the last axis (the contraction axis), under jit,
+The numeric contract is in docs/numerics.md. Every quantizer works on the last axis (the contraction axis), under jit,
 vmap, scan and checkpoint; the fake quantizers have straight-through gradients.
 
     q = quantize(round_to_bf16(weight), NVFP4)      # codes, scales, multiplier
@@ -8,15 +8,26 @@ vmap, scan and checkpoint; the fake quantizers have straight-through gradients.
     y = fake_quant(x, NVFP4, multiplier)            # == dequantize(quantize(x, NVFP4, multiplier), x.dtype)
     y = guided_fake_quant(x, guide, NVFP4, multiplier)
 
+    y = grouped_matmul(rows, weights, group_sizes)                   # the experts of a layer, differentiable
+    y = grouped_matmul_w4a16(rows, prepare_w4(q), group_sizes)       # the same from FP4 weights
+    cache = kv_append(cache, keys, values, positions)                 # FP4 keys and values in pages
+    y = decode_attention(queries, cache, scale)
+
 `pallas_kernels.oracle` repeats all of it in NumPy, independently, for tests.
 """
 
 from pallas_kernels.containers import Guide, Quantized
+from pallas_kernels.decode_attention.api import decode_attention
+from pallas_kernels.decode_attention.paged_kv import PagedKV, empty_paged_kv
 from pallas_kernels.dequantize.api import dequantize
 from pallas_kernels.fake_quant.api import fake_quant
 from pallas_kernels.formats import MXFP4, NVFP4, BlockFormat, block_format
 from pallas_kernels.fp8 import fake_quant_fp8
+from pallas_kernels.grouped_matmul.api import grouped_matmul
+from pallas_kernels.grouped_matmul_w4.api import grouped_matmul_w4a16, matmul_w4
+from pallas_kernels.grouped_matmul_w4.layout import W4Weights, prepare_w4
 from pallas_kernels.guided_fake_quant.api import guided_fake_quant
+from pallas_kernels.kv_append.api import append as kv_append
 from pallas_kernels.multiplier import decode_multiplier
 from pallas_kernels.packing import mantissa_bits, pack_bits, pack_codes, unpack_bits, unpack_codes
 from pallas_kernels.quantize.api import quantize
@@ -27,19 +38,28 @@ __all__ = [
     "NVFP4",
     "BlockFormat",
     "Guide",
+    "PagedKV",
     "Quantized",
+    "W4Weights",
     "as_stored",
     "block_format",
     "count_nonfinite",
+    "decode_attention",
     "decode_multiplier",
     "dequantize",
+    "empty_paged_kv",
     "fake_quant",
     "fake_quant_fp8",
+    "grouped_matmul",
+    "grouped_matmul_w4a16",
     "guided_fake_quant",
     "keep_rounding",
+    "kv_append",
     "mantissa_bits",
+    "matmul_w4",
     "pack_bits",
     "pack_codes",
+    "prepare_w4",
     "quantize",
     "round_to_bf16",
     "unpack_bits",

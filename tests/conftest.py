@@ -1,7 +1,8 @@
-"""Settings of every test: CPU unless asked otherwise, strict promotion, checked annotations, a compilation cache, no silent skips.
+"""Settings of every test: CPU unless asked otherwise, strict promotion, checked annotations, quick compilation, no silent skips.
 
 Environment:
   TRACE_JAX_TEST_GPU=1        run on the GPU, tests marked `gpu` included
+  TRACE_JAX_TEST_SLOW=1       run tests marked `slow` too, and compile everything as users do
   TRACE_JAX_REQUIRE_EXTRAS=1  a missing optional package is a failure instead of a skip
   CI=true                     hypothesis makes the same examples every time
 """
@@ -16,8 +17,12 @@ from types import ModuleType
 from typing import Any
 
 ON_GPU = os.environ.get("TRACE_JAX_TEST_GPU") == "1"
+SLOW = os.environ.get("TRACE_JAX_TEST_SLOW") == "1"
+# Before jax is imported, and for the programs that tests start.
 if not ON_GPU:
-    os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported
+    os.environ["JAX_PLATFORMS"] = "cpu"
+if not ON_GPU and not SLOW:
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # a third of the time; the tests of the kernels switch it off
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -25,7 +30,7 @@ import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 REQUIRE_EXTRAS = os.environ.get("TRACE_JAX_REQUIRE_EXTRAS") == "1"
-CACHE = Path(__file__).resolve().parent.parent / ".cache" / f"jax-{jax.__version__}"
+ROOT = Path(__file__).resolve().parent.parent
 
 # The annotations of these packages are checked at every call, before any test can import them; an int may stand for a float.
 # Not through jaxtyping's pytest option, which cannot pass a setting to the checker when it names two packages.
@@ -34,10 +39,6 @@ jaxtyping.install_import_hook(["pallas_kernels", "trace_jax"], CHECKER)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(CACHE)))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-# A size limit also turns on the cache's file lock, which parallel workers need.
-jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=30)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)
@@ -48,6 +49,22 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 def key() -> jax.Array:
     """A PRNG key, the same in every test."""
     return jax.random.key(2610)
+
+
+@pytest.fixture(scope="session")
+def environment() -> dict[str, str]:
+    """Environment of the programs that tests start: they take this checkout and share their compiled programs.
+
+    The tests themselves use no compilation cache: jaxlib can crash where a process reads or writes it for the hundredth time.
+    """
+    return os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "120",
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / f"jax-{jax.__version__}")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(2 * 1024**3),  # a limit also turns on the file lock, which parallel programs need
+        "PYTHONWARNINGS": "ignore:Error:UserWarning",  # half an entry that a killed run left in the cache
+    }
 
 
 @pytest.fixture
@@ -72,11 +89,15 @@ def require() -> Callable[[str], ModuleType]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` run only on request."""
-    if not ON_GPU:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; set TRACE_JAX_TEST_GPU=1"))
+    """Tests marked `gpu` or `slow` run only on request."""
+    reasons = {
+        "gpu": None if ON_GPU else "needs an NVIDIA GPU; set TRACE_JAX_TEST_GPU=1",
+        "slow": None if SLOW else "slow; set TRACE_JAX_TEST_SLOW=1",
+    }
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _fail_if_package_missing(report: Any) -> None:

@@ -25,8 +25,8 @@ TINY = (
 @pytest.mark.parametrize(
     ("arguments", "gaps", "evaluations"),
     [
-        (["method=bf16"], ["training forward, not guided"], [0, 1]),
-        (["method=naive", "eval.every=0"], ["training forward, not guided"], []),
+        pytest.param(["method=bf16"], ["training forward, not guided"], [0, 1], marks=pytest.mark.slow),
+        pytest.param(["method=naive", "eval.every=0"], ["training forward, not guided"], [], marks=pytest.mark.slow),
         (["method=trace"], ["guided forward", "unguided forward"], [0, 1]),
     ],
 )

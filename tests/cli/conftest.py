@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -37,19 +35,6 @@ loggers: []
 """
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(scope="session")
-def environment() -> dict[str, str]:
-    """Environment of the subprocesses; they share the compiled programs of the tests."""
-    return os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "COLUMNS": "120",
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),  # pyright: ignore[reportAttributeAccessIssue]
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-        "JAX_COMPILATION_CACHE_MAX_SIZE": str(2 * 1024**3),
-        "PYTHONWARNINGS": "ignore:Error:UserWarning",  # half an entry that a killed run left in the cache
-    }
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tiny_policy as tiny
 
+from tests.selection import slow_but
 from trace_jax.quantization.calibration import calibrate
 from trace_jax.quantization.plan import RECORDED_SITES, UNQUANTIZED
 from trace_jax.rollout import generate
@@ -73,7 +74,7 @@ def controls(batch):
     return moved
 
 
-@pytest.mark.parametrize("name", [*tiny.PLANS, *VARIANTS])
+@pytest.mark.parametrize("name", slow_but(("nvfp4", "fp8"), [*tiny.PLANS, *VARIANTS]))
 def test_mis_04_logp_02_float32_log_probs_and_routes_are_those_of_the_trainer(name):
     """Rows have temperatures 0.7, 1, 1.3 and greedy: the engine reports log-probs after the temperature (LOGP-01)."""
     plan, config = case(name)
@@ -91,6 +92,7 @@ def test_mis_04_logp_02_float32_log_probs_and_routes_are_those_of_the_trainer(na
         assert unrounded.max() > 0.05 and unrounded.mean() > 1e-3, (unrounded.mean(), unrounded.max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_the_other_models_are_other_models(variant):
     """Scored with the plain model's head, or without the biases, the answers are far off."""
@@ -115,6 +117,7 @@ def test_an_answer_generated_alone_is_that_of_the_trainer():
         assert wrong.max() > 0.05, (what, wrong.max())
 
 
+@pytest.mark.slow
 def test_the_gradient_program_has_the_log_probs_of_the_engine_with_and_without_remat():
     """Training reports the log-probs of the program that also computes the gradient, with layers recomputed or not."""
     _, batch, _, _ = run("nvfp4", "float32")
@@ -134,7 +137,7 @@ def test_the_gradient_program_has_the_log_probs_of_the_engine_with_and_without_r
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale), *gradients)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("name", slow_but(("nvfp4",), ["nvfp4", "fp8"]))
 def test_mis_06_an_outlier_channel_is_not_clipped(name):
     """One channel of V is 40 times the others: calibration covers it, and prefill, decode and the long forward agree."""
     plan, group = tiny.PLANS[name], tiny.params()["groups"][0]
@@ -154,7 +157,7 @@ def test_mis_06_an_outlier_channel_is_not_clipped(name):
     assert tiny.gap(batch, clipped).mean() > 0.01
 
 
-@pytest.mark.parametrize("plan_name", ["nvfp4", "mxfp4", "per_token"])
+@pytest.mark.parametrize("plan_name", slow_but(("nvfp4",), ["nvfp4", "mxfp4", "per_token"]))
 def test_mis_05_float32_codes_of_decode_are_those_of_one_long_forward(plan_name):
     """The newest key and value included: a forward over everything at once rounds them alike."""
     trajectories, batch, _, _ = run(plan_name, "float32")
@@ -170,7 +173,7 @@ def test_mis_05_float32_codes_of_decode_are_those_of_one_long_forward(plan_name)
         assert np.mean(np.asarray(guide.data)[:, valid][:, 1:] == captured[name].codes[:, valid][:, :-1]) < 0.5  # the control
 
 
-@pytest.mark.parametrize("name", list(tiny.PLANS))
+@pytest.mark.parametrize("name", slow_but(("nvfp4",), list(tiny.PLANS)))
 def test_bfloat16_log_probs_stay_within_the_tolerance(name):
     """With the record, and without it: every BF16 rounding is pinned (`keep_rounding`), so the trainer's own codes are the engine's."""
     _, batch, logp, _ = run(name, "bfloat16")
@@ -193,6 +196,7 @@ def test_an_engine_that_sums_in_shares_is_followed_by_its_record_only():
     assert free.mean() > 3 * followed.mean() and free.mean() > 0.01, (free.mean(), followed.mean())
 
 
+@pytest.mark.slow
 def test_codes_of_decode_and_forward_are_equal_under_the_xla_flag():
     """A stricter form of the above, in a process of its own: no code differs, and log-probs only by the order of a last sum."""
     root = Path(__file__).resolve().parents[2]

@@ -18,6 +18,7 @@ def test_laps_add_up_and_what_does_not_happen_takes_no_time():
     assert clock.metrics() == rest | {"time/rollout": 6.0, "time/train": 1.0, "time/step": 10.0}
 
 
+@pytest.mark.slow
 def test_saves_and_evaluations_are_timed(make_config, cold_start, tmp_path, monkeypatch):
     """A save is in the row after its step, an evaluation in that of its step; both are part of the step."""
     save = Checkpoints.save

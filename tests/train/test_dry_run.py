@@ -40,6 +40,7 @@ def test_what_train_refuses(make_config, tmp_path, answers, override, named):
     assert str(dry.value) == str(real.value)
 
 
+@pytest.mark.slow
 def test_a_run_that_never_evaluates_needs_no_rows_for_it(make_config, tmp_path):
     """ "0 is never": neither the dry run nor the run looks at the split, and there is no row of step 0."""
     rows = tmp_path / "rows.jsonl"

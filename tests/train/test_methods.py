@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.selection import slow_but
 from trace_jax.config.presets import METHODS
 from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.train.checkpoint import load_policy
@@ -28,6 +29,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "stale batch": ("method=trace", "train.updates_per_batch=2", "sync.max_staleness=1"),
     "rare sync": ("method=trace", "sync.every=2", "sync.max_staleness=1"),
 }
+QUICK = ("bf16", "naive", "qat", "trace")
 SHORT = ("steps=2", "eval.every=0", "guidance.audit.every=0", "train.unguided_every=1")
 
 ONE_BIT = {"expert_input": 32 // 8 + 32 // 16, "k": 16 // 8 + 16 // 16, "v": 16 // 8 + 16 // 16}
@@ -69,7 +71,7 @@ def run_of(make_config, cold_start, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_two_steps_train(run_of, case):
     run = run_of(case)
     assert [row["step"] for row in run.steps] == [1, 2]
@@ -80,7 +82,7 @@ def test_two_steps_train(run_of, case):
     assert all(np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_the_record_holds_what_the_method_keeps(run_of, case):
     names = {name for name in run_of(case).steps[0] if name.startswith("guidance/")}
     if case not in BYTES:
@@ -96,7 +98,7 @@ def test_the_record_holds_what_the_method_keeps(run_of, case):
     assert ("guidance/parity_agreement" in names) == (case != "trace_scales")
 
 
-@pytest.mark.parametrize("case", sorted(EXACT))
+@pytest.mark.parametrize("case", slow_but(QUICK, sorted(EXACT)))
 def test_a_trainer_that_rounds_like_the_rollout_has_its_log_probs(run_of, case):
     first = run_of(case).steps[0]
     assert first["train_rollout_logprob_abs_diff_max"] <= 1e-4 and first["rollout_corr/k3_kl"] <= 1e-8
@@ -108,7 +110,14 @@ def test_a_trainer_that_rounds_like_the_rollout_has_its_log_probs(run_of, case):
         assert first["unguided/train_rollout_logprob_abs_diff_max"] <= 1e-4  # its own rounding, in the same float32
 
 
-@pytest.mark.parametrize(("naive", "quantized"), [("naive", ("qat", "trace_scales", "trace", "trace_full")), ("fp8 naive", ("fp8 qat",))])
+@pytest.mark.parametrize(
+    ("naive", "quantized"),
+    [
+        ("naive", ("qat", "trace")),
+        pytest.param("naive", ("trace_scales", "trace_full"), marks=pytest.mark.slow),
+        pytest.param("fp8 naive", ("fp8 qat",), marks=pytest.mark.slow),
+    ],
+)
 def test_an_unquantized_trainer_is_far_from_the_rollout(run_of, naive, quantized):
     """All start from one policy, so the first step compares the trainers on the very same answers."""
     gap = run_of(naive).steps[0]
@@ -119,10 +128,12 @@ def test_an_unquantized_trainer_is_far_from_the_rollout(run_of, naive, quantized
             assert closer[name] < 0.05 * gap[name], (case, name)
 
 
+@pytest.mark.slow
 def test_fp8_is_finer_than_fp4(run_of):
     assert run_of("fp8 naive").steps[0]["rollout_corr/k3_kl"] < 0.2 * run_of("naive").steps[0]["rollout_corr/k3_kl"]
 
 
+@pytest.mark.slow
 def test_two_updates_on_one_batch_are_one_version_apart(run_of):
     """Version 0 serves the first batch and both its updates; every update is synced."""
     run = run_of("stale batch")
@@ -131,6 +142,7 @@ def test_two_updates_on_one_batch_are_one_version_apart(run_of):
     assert [run.versions(step) for step in (1, 2)] == [{0}, {2}]
 
 
+@pytest.mark.slow
 def test_a_rare_sync_leaves_the_engine_behind(run_of):
     run = run_of("rare sync")
     assert [row["sync/staleness"] for row in run.steps] == [0, 1]

@@ -6,6 +6,7 @@ import json
 
 import jax
 import numpy as np
+import pytest
 
 from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.train.checkpoint import Checkpoints
@@ -28,6 +29,7 @@ def rows_of(directory) -> str:
     return json.dumps(rows, indent=0)
 
 
+@pytest.mark.slow
 def test_ckpt_01_a_bf16_run_resumes_bit_for_bit(make_config, cold_start, tmp_path):
     config = make_config(f"model.source={cold_start.directory}", "model.compute_dtype=bf16")
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import jax
 import pytest
 import yaml
 
+from tests.selection import slow_but
 from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.train.checkpoint import load_policy
 
@@ -39,16 +38,15 @@ def config_file(tmp_path_factory, values, cold_start):
     return path
 
 
-def start(config_file: Path, out: Path, *arguments: str, command: str = "train") -> subprocess.Popen[str]:
-    cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-        "JAX_COMPILATION_CACHE_MAX_SIZE": str(2 * 1024**3),
-    }
-    words = [sys.executable, "-m", "trace_jax", command, str(config_file), *arguments, "--out", str(out)]
-    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.fixture
+def start(environment, config_file):
+    """`start(out, ...)` starts `trace-jax train` (or another command) on the configuration."""
+
+    def started(out: Path, *arguments: str, command: str = "train") -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", "trace_jax", command, str(config_file), *arguments, "--out", str(out)]
+        return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    return started
 
 
 def steps(out: Path) -> list[int]:
@@ -73,8 +71,8 @@ def wait_for(program: subprocess.Popen[str], condition, pause: float = 0.02) -> 
         time.sleep(pause)
 
 
-def resume(config_file: Path, out: Path, last: int) -> str:
-    program = start(config_file, out, f"steps={last}", "--resume")
+def resume(start, out: Path, last: int) -> str:
+    program = start(out, f"steps={last}", "--resume")
     output = program.communicate(timeout=PATIENCE)[0]
     assert program.returncode == 0, output[-3000:]
     return output
@@ -87,32 +85,33 @@ def stopped_by_sigterm(program: subprocess.Popen[str]) -> str:
     return output
 
 
-def test_sigterm_saves_and_exits_0_and_the_run_goes_on(config_file, tmp_path):
+def test_sigterm_saves_and_exits_0_and_the_run_goes_on(start, tmp_path):
     out = tmp_path / "run"
-    program = start(config_file, out)
+    program = start(out)
     wait_for(program, lambda: len(steps(out)) > 3)
     output = stopped_by_sigterm(program)
     stopped = steps(out)[-1]
     assert complete(out)[-1] == stopped  # the step in progress was finished and saved, whatever checkpoint.every is
     assert f"stopped; step {stopped} is saved, go on with --resume" in output
-    assert f"resumed after step {stopped}" in resume(config_file, out, stopped + 2)
+    assert f"resumed after step {stopped}" in resume(start, out, stopped + 2)
     assert steps(out) == list(range(stopped + 3)) and complete(out)[-1] == stopped + 2
 
 
-def test_sigterm_during_the_first_compile_and_evaluation(config_file, tmp_path):
+@pytest.mark.slow
+def test_sigterm_during_the_first_compile_and_evaluation(start, tmp_path):
     out = tmp_path / "run"
-    program = start(config_file, out)
+    program = start(out)
     wait_for(program, (out / "config.yaml").exists, pause=0.001)
     assert steps(out) == []  # the evaluation of step 0, whose programs are compiled now, is still to be written
     assert "stopped; step 0 is saved, go on with --resume" in stopped_by_sigterm(program)
     assert complete(out) == [0] and steps(out) == [0]
-    resume(config_file, out, 1)
+    resume(start, out, 1)
     assert steps(out) == [0, 1] and complete(out)[-1] == 1
 
 
-def test_sigterm_during_sft_saves_a_policy_that_train_starts_from(config_file, tmp_path):
+def test_sigterm_during_sft_saves_a_policy_that_train_starts_from(start, tmp_path):
     out = tmp_path / "cold"
-    program = start(config_file, out, "sft.steps=100000", command="sft")
+    program = start(out, "sft.steps=100000", command="sft")
     wait_for(program, (out / "config.yaml").exists)
     output = stopped_by_sigterm(program)
     last = steps(out)[-1]
@@ -120,10 +119,10 @@ def test_sigterm_during_sft_saves_a_policy_that_train_starts_from(config_file, t
     assert sorted(load_policy(out).multipliers) == ["down_input", "expert_input", "k", "v"]
 
 
-@pytest.mark.parametrize("moment", ["right after a checkpoint", "between two", "while one is written"])
-def test_kill_9_loses_the_steps_since_the_last_complete_checkpoint(config_file, tmp_path, moment):
+@pytest.mark.parametrize("moment", slow_but(["while one is written"], ["right after a checkpoint", "between two", "while one is written"]))
+def test_kill_9_loses_the_steps_since_the_last_complete_checkpoint(start, tmp_path, moment):
     out = tmp_path / "run"
-    program = start(config_file, out)
+    program = start(out)
     wait_for(program, lambda: len(complete(out)) > 1)
     reached = complete(out)[-1]
     if moment == "between two":
@@ -138,7 +137,7 @@ def test_kill_9_loses_the_steps_since_the_last_complete_checkpoint(config_file, 
     assert last_logged - last_complete <= 2 * EVERY
 
     last = last_complete + 1  # less than the killed run had reached, if it had got far
-    output = resume(config_file, out, last)
+    output = resume(start, out, last)
     assert f"resumed after step {last_complete}" in output
     assert steps(out) == list(range(last + 1)) and complete(out)[-1] == last and not saving(out)
     assert sorted(path.name for path in (out / "rollouts").iterdir()) == [f"step_{step:06d}.jsonl" for step in range(1, last + 1)]

@@ -30,6 +30,7 @@ from trace_jax.evaluation.open_policy import OpenPolicy, open_policy
 from trace_jax.evaluation.precision_rollout import PrecisionRollout, cached_rollout, roll_out
 from trace_jax.evaluation.precisions import METHODS_OF, precision_config, precision_overrides, require_precision
 from trace_jax.metrics.weighted import finalize
+from trace_jax.quantization.plan import BLOCK_FORMATS
 from trace_jax.rl.diagnostics import position_gap_stats
 from trace_jax.rollout.padding import pad_batch
 from trace_jax.rollout.trajectories import Trajectories
@@ -37,7 +38,6 @@ from trace_jax.terminal import Announce, unannounced
 from trace_jax.train.setup import Setup
 from trace_jax.train.update import UpdateSettings, measure
 
-FP4 = ("nvfp4", "mxfp4")
 DEFAULT_PROMPTS = 64
 
 
@@ -62,7 +62,7 @@ def method_report(opened: OpenPolicy, rollout: PrecisionRollout, config: Config)
     measured = measure(opened.params, opened.multipliers, trajectories, settings)
     metrics = {name: value for name, value in finalize(measured.stats).items() if name != "loss" and not name.startswith("policy/")}
     sites: dict[str, dict[str, dict[str, float]]] = {}
-    if rollout.precision in FP4:
+    if rollout.precision in BLOCK_FORMATS:
         for (site, layer), result in compare_sites(opened.params, opened.multipliers, trajectories, settings).items():
             sites.setdefault(site, {})[str(layer)] = result.figures()
     return {

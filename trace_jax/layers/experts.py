@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import as_stored, keep_rounding
+from pallas_kernels import as_stored, grouped_matmul, keep_rounding
 from trace_jax.layers import partial_sums
 
 DENSE_PARAMETERS_LIMIT = 1 << 20
@@ -104,10 +104,10 @@ def _ragged(
     order = jnp.argsort(flat_ids, stable=True)
     group_sizes = jnp.bincount(flat_ids, length=num_experts).astype(jnp.int32)
     rows = x[order // k]
-    gate = jax.lax.ragged_dot(rows, jnp.swapaxes(weights.gate, 1, 2), group_sizes)
-    up = jax.lax.ragged_dot(rows, jnp.swapaxes(weights.up, 1, 2), group_sizes)
+    gate = grouped_matmul(rows, weights.gate, group_sizes)
+    up = grouped_matmul(rows, weights.up, group_sizes)
     hidden = quantize_hidden(_silu_gate(gate, up))
-    output = jax.lax.ragged_dot(hidden, jnp.swapaxes(weights.down, 1, 2), group_sizes)
+    output = grouped_matmul(hidden, weights.down, group_sizes)
     unsorted = jnp.zeros_like(output).at[order].set(output, unique_indices=True)
     weighted = unsorted.reshape(tokens, k, -1).astype(jnp.float32) * mixing[:, :, None]
     device = (ids // (num_experts // parts))[:, :, None]
