@@ -9,6 +9,7 @@ Environment:
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from collections.abc import Callable, Generator
@@ -22,7 +23,7 @@ SLOW = os.environ.get("TRACE_JAX_TEST_SLOW") == "1"
 if not ON_GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
 if not ON_GPU and not SLOW:
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # a third of the time; the tests of the kernels switch it off
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of LLVM, not of XLA, which is the one that moves bits
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -31,6 +32,15 @@ import pytest  # noqa: E402
 
 REQUIRE_EXTRAS = os.environ.get("TRACE_JAX_REQUIRE_EXTRAS") == "1"
 ROOT = Path(__file__).resolve().parent.parent
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / f"jax-{jax.__version__}")),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    "JAX_COMPILATION_CACHE_MAX_SIZE": str(2 * 1024**3),  # a limit also turns on the cache's file lock, which parallel programs need
+}
+"""Compiled programs, shared by all tests and the programs that they start."""
+
+LARGE = 2 * 1024**3
+"""Bytes of a test process beyond which it lets go of its compiled programs; far beyond, jaxlib has crashed in its cache."""
 
 # The annotations of these packages are checked at every call, before any test can import them; an int may stand for a float.
 # Not through jaxtyping's pytest option, which cannot pass a setting to the checker when it names two packages.
@@ -39,9 +49,13 @@ jaxtyping.install_import_hook(["pallas_kernels", "trace_jax"], CHECKER)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", CACHE["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", float(CACHE["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]))
+jax.config.update("jax_compilation_cache_max_size", int(CACHE["JAX_COMPILATION_CACHE_MAX_SIZE"]))
 
-hypothesis.settings.register_profile("default", deadline=None, max_examples=30)
-hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)
+EXAMPLES = 40 if SLOW else 12
+hypothesis.settings.register_profile("default", deadline=None, max_examples=EXAMPLES)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=EXAMPLES, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
@@ -53,18 +67,19 @@ def key() -> jax.Array:
 
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
-    """Environment of the programs that tests start: they take this checkout and share their compiled programs.
+    """Environment of the programs that tests start."""
+    # A run that was killed can leave half an entry in the cache; jax (0.10, 0.11) then compiles anew and says so.
+    return os.environ | CACHE | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "PYTHONWARNINGS": "ignore:Error:UserWarning"}
 
-    The tests themselves use no compilation cache: jaxlib can crash where a process reads or writes it for the hundredth time.
-    """
-    return os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "COLUMNS": "120",
-        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / f"jax-{jax.__version__}")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-        "JAX_COMPILATION_CACHE_MAX_SIZE": str(2 * 1024**3),  # a limit also turns on the file lock, which parallel programs need
-        "PYTHONWARNINGS": "ignore:Error:UserWarning",  # half an entry that a killed run left in the cache
-    }
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded() -> Generator[None, None, None]:
+    """Forgets compiled programs after a module that has left the process large."""
+    yield
+    status = Path("/proc/self/statm")
+    if status.exists() and int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > LARGE:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
