@@ -15,7 +15,7 @@ help:
 	@echo "make quickstart   install and run the main job on CPU (3 to 6 minutes on 2 cores)"
 	@echo "make test         install the test extra and run the quick suite"
 	@echo "make test-all     the same with the slow tests, everything compiled as users do"
-	@echo "make parity       install torch (CPU build if there is one) and transformers for the parity tests"
+	@echo "make parity       install torch (CPU build if there is one), transformers and triton for the parity tests"
 	@echo "make lint         check format, lint and types"
 	@echo "make format       reformat the code"
 	@echo "make clean        remove .venv and caches"

@@ -3,13 +3,14 @@
 1. For every op, format, implementation and shape: compile, warm up, then take the median of several timed batches of calls.
 2. The limit is memory bandwidth: a device-to-device copy of a large array is timed in the same run, and a row's `limit_share` is the
    bandwidth that the op reached (its necessary bytes over its time) as a share of the copy's.
-3. The peer of a Pallas row is the jnp reference on the same input; `ratio` is our time over the peer's.
+3. The peer of a Pallas or Triton row is the jnp reference on the same input; `ratio` is our time over the peer's.
 
 A program calls the op on several inputs, so that no cache holds the working set, and several programs are under way before the
 first wait, so that a dispatch costs no time as long as the device is busy.
 """
 
 import datetime
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -59,7 +60,8 @@ def run(ops: list[str] | None = None, small: bool = False) -> list[dict[str, Any
         raise ValueError(f"unknown op {', '.join(unknown)}; write one of {', '.join(OPS)}")
     on_gpu = jax.default_backend() == "gpu"
     shapes = SMALL if small else (*ACTIVATIONS, *WEIGHTS) if on_gpu else ACTIVATIONS
-    implementations = ("reference", "pallas") if on_gpu or small else ("reference",)
+    triton = ("triton",) if on_gpu and importlib.util.find_spec("jax_triton") else ()
+    implementations = ("reference", "pallas", *triton) if on_gpu or small else ("reference",)
     calls = 1 if small or not on_gpu else _CALLS
     copy = _copy_bandwidth(small, calls)
     rows = []
@@ -94,7 +96,7 @@ def _case(op: str, fmt: BlockFormat, shape: tuple[int, ...], implementation: str
 def _row(op, fmt, implementation, name, shape, moved, times, copy, on_gpu) -> dict[str, Any]:
     time_us = times[implementation]
     share = moved / (time_us * 1e-6) / copy
-    has_peer = implementation == "pallas"
+    has_peer = implementation != "reference"
     judged = has_peer and on_gpu
     return {
         "op": f"{op}/{fmt.name}",

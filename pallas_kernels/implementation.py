@@ -9,13 +9,19 @@ from typing import Any
 
 import jax
 
-IMPLEMENTATIONS = ("reference", "pallas")
 
+def dispatch(
+    op: str,
+    implementation: str | None,
+    *,
+    reference: Callable[[], Any],
+    pallas: Callable[[], Any],
+    triton: Callable[[], Any] | None = None,
+) -> Any:
+    """Runs the chosen implementation of an operation; each is a thunk, so that Pallas and Triton are imported only when they are used.
 
-def dispatch(implementation: str | None, reference: Callable[[], Any], pallas: Callable[[], Any]) -> Any:
-    """Runs the chosen implementation; both are thunks, so that Pallas is imported only when it is used.
-
-    Raises ValueError for an unknown name, NotImplementedError (with the reason) if "pallas" is asked for and cannot serve.
+    Raises ValueError for an unknown name, NotImplementedError (with the reason) if the operation has no implementation of the name, or
+    one that cannot serve.
     """
     if implementation is None:
         if jax.default_backend() != "gpu":
@@ -24,8 +30,10 @@ def dispatch(implementation: str | None, reference: Callable[[], Any], pallas: C
             return pallas()
         except NotImplementedError:
             return reference()
-    if implementation == "reference":
-        return reference()
-    if implementation == "pallas":
-        return pallas()
-    raise ValueError(f"unknown implementation {implementation!r}; write one of {', '.join(IMPLEMENTATIONS)} or None")
+    named = {"reference": reference, "pallas": pallas, "triton": triton}
+    if implementation not in named:
+        raise ValueError(f"unknown implementation {implementation!r}; write one of {', '.join(named)} or None")
+    chosen = named[implementation]
+    if chosen is None:
+        raise NotImplementedError(f"{op} has no {implementation} implementation; write reference, pallas or None")
+    return chosen()

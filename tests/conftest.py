@@ -12,7 +12,9 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import sys
 from collections.abc import Callable, Generator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +24,7 @@ SLOW = os.environ.get("TRACE_JAX_TEST_SLOW") == "1"
 # Before jax is imported, and for the programs that tests start.
 if not ON_GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 if not ON_GPU and not SLOW:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of LLVM, not of XLA, which is the one that moves bits
 
@@ -46,6 +49,17 @@ LARGE = 2 * 1024**3
 # Not through jaxtyping's pytest option, which cannot pass a setting to the checker when it names two packages.
 CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 jaxtyping.install_import_hook(["pallas_kernels", "trace_jax"], CHECKER)
+
+
+class _Unchecked:
+    """Finds the Triton kernels before the hook does: Triton compiles the source of a function, and a checked one has another."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        return PathFinder.find_spec(name, path, target) if name.startswith("pallas_kernels.triton_kernels") else None
+
+
+sys.meta_path.insert(0, _Unchecked())  # type: ignore[arg-type]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -51,4 +51,9 @@ def grouped_block_scaled_matmul(
 
         return mosaic.grouped_block_scaled_matmul(x, weights, group_sizes)
 
-    return dispatch(implementation, lambda: reference.grouped_block_scaled_matmul(x, weights, group_sizes), pallas)
+    return dispatch(
+        "grouped_block_scaled_matmul",
+        implementation,
+        reference=lambda: reference.grouped_block_scaled_matmul(x, weights, group_sizes),
+        pallas=pallas,
+    )

@@ -44,4 +44,6 @@ def decode_attention(
 
         return kernel.decode_attention(query, cache, float(scale))
 
-    return dispatch(implementation, lambda: reference.decode_attention(query, cache, float(scale)), pallas)
+    return dispatch(
+        "decode_attention", implementation, reference=lambda: reference.decode_attention(query, cache, float(scale)), pallas=pallas
+    )

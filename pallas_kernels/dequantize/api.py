@@ -19,7 +19,7 @@ def dequantize(q: Quantized, dtype: DTypeLike = jnp.bfloat16, *, implementation:
     Args:
       q: codes uint8[..., ceil(d/2)], scales uint8[..., ceil(d/block)], multiplier as in `quantize`.
       dtype: of the result.
-      implementation: "reference", "pallas" or None for the best one here.
+      implementation: "reference", "pallas", "triton" or None for the best one here.
 
     Returns:
       [..., d] of `dtype`; NaN for blocks whose scale byte is not a scale.
@@ -45,4 +45,9 @@ def dequantize(q: Quantized, dtype: DTypeLike = jnp.bfloat16, *, implementation:
 
         return kernel.dequantize(*arguments)
 
-    return dispatch(implementation, lambda: reference.dequantize(*arguments), pallas)
+    def triton():
+        from pallas_kernels.dequantize import triton as kernel
+
+        return kernel.dequantize(*arguments)
+
+    return dispatch("dequantize", implementation, reference=lambda: reference.dequantize(*arguments), pallas=pallas, triton=triton)

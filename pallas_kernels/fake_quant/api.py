@@ -41,7 +41,12 @@ def _fake_quant(x, multiplier, fmt, implementation):
 
         return kernel.fake_quant(x, multiplier, fmt)
 
-    return dispatch(implementation, lambda: reference.fake_quant(x, multiplier, fmt), pallas)
+    def triton():
+        from pallas_kernels.fake_quant import triton as kernel
+
+        return kernel.fake_quant(x, multiplier, fmt)
+
+    return dispatch("fake_quant", implementation, reference=lambda: reference.fake_quant(x, multiplier, fmt), pallas=pallas, triton=triton)
 
 
 def _forward(x, multiplier, fmt, implementation):

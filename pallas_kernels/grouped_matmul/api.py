@@ -66,4 +66,6 @@ def _run(product: str, implementation: str | None, left: Array, right: Array, gr
 
         return getattr(kernels, product)(left, right, group_sizes)
 
-    return dispatch(implementation, lambda: getattr(reference, product)(left, right, group_sizes), pallas)
+    return dispatch(
+        "grouped_matmul", implementation, reference=lambda: getattr(reference, product)(left, right, group_sizes), pallas=pallas
+    )

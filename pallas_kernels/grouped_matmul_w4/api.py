@@ -68,7 +68,7 @@ def grouped_matmul_w4a16(
 
     if implementation is None and isinstance(weights, W4Weights):
         return run_pallas()
-    return dispatch(implementation, run_reference, run_pallas)
+    return dispatch("grouped_matmul_w4a16", implementation, reference=run_reference, pallas=run_pallas)
 
 
 def matmul_w4(

@@ -34,7 +34,7 @@ def guided_fake_quant(
       fmt: NVFP4 or MXFP4.
       multiplier: the trainer's float32 decode multiplier; None for MXFP4. For NVFP4 None is allowed only if the guide has a
         multiplier of its own (rows without a record then use that of the whole tensor).
-      implementation: "reference", "pallas" or None for the best one here.
+      implementation: "reference", "pallas", "triton" or None for the best one here.
 
     Returns:
       Array of the shape and dtype of x. A block with a value that is not finite, or whose recorded scale byte is not a
@@ -83,7 +83,14 @@ def _guided(x, data, scales, valid, multiplier, rollout_multiplier, kind, fmt, i
 
         return kernel.guided_fake_quant(*arguments)
 
-    return dispatch(implementation, lambda: reference.guided_fake_quant(*arguments), pallas)
+    def triton():
+        from pallas_kernels.guided_fake_quant import triton as kernel
+
+        return kernel.guided_fake_quant(*arguments)
+
+    return dispatch(
+        "guided_fake_quant", implementation, reference=lambda: reference.guided_fake_quant(*arguments), pallas=pallas, triton=triton
+    )
 
 
 def _forward(*arguments):

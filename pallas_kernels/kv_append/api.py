@@ -54,7 +54,7 @@ def append(
 
         return kernel.append(*arguments)
 
-    written = dispatch(implementation, lambda: reference.append(*arguments), pallas)
+    written = dispatch("append", implementation, reference=lambda: reference.append(*arguments), pallas=pallas)
     reached = jnp.max(jnp.where(kept, positions + 1, 0), axis=1, initial=0)
     return dataclasses.replace(written, lengths=jnp.maximum(cache.lengths, reached))
 

@@ -26,7 +26,7 @@ def quantize(
       fmt: NVFP4 or MXFP4.
       multiplier: float32 decode multiplier, finite and > 0, broadcastable against x.shape[:-1]; None takes that of the
         whole tensor (NVFP4), and is the only choice for MXFP4. Only its exponent enters the codes.
-      implementation: "reference", "pallas" or None for the best one here.
+      implementation: "reference", "pallas", "triton" or None for the best one here.
 
     Returns:
       Quantized. A block that holds a value that is not finite gets the NaN scale byte and zero codes.
@@ -44,5 +44,12 @@ def quantize(
 
         return kernel.quantize(x, multiplier, fmt)
 
-    codes, scales = dispatch(implementation, lambda: reference.quantize(x, multiplier, fmt), pallas)
+    def triton():
+        from pallas_kernels.quantize import triton as kernel
+
+        return kernel.quantize(x, multiplier, fmt)
+
+    codes, scales = dispatch(
+        "quantize", implementation, reference=lambda: reference.quantize(x, multiplier, fmt), pallas=pallas, triton=triton
+    )
     return Quantized(codes=codes, scales=scales, multiplier=multiplier, size=x.shape[-1], fmt=fmt)

@@ -1,4 +1,4 @@
-"""The shared tests once more on a GPU: the jnp reference compiled by XLA and the compiled Pallas kernels.
+"""The shared tests once more on a GPU: the jnp reference compiled by XLA, the compiled Pallas kernels and the Triton kernels.
 
 CPU cannot show what a GPU compiler folds, contracts or flushes, so every comparison with the oracle is repeated.
 """
@@ -27,6 +27,15 @@ class TestReferenceOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase):
 
 class TestPallasOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase):
     implementation = "pallas"
+
+
+class TestTritonOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase):
+    implementation = "triton"
+
+    @pytest.fixture(autouse=True, scope="class")
+    def installed(self, require):
+        require("triton")
+        require("jax_triton")
 
 
 def test_the_default_on_a_gpu_is_the_kernel():

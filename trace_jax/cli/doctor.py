@@ -22,7 +22,7 @@ from trace_jax.terminal import result_console
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml-dtypes", "pydantic", "typer", "rich")
 OPTIONAL = {
-    "jax-triton": "triton: not used by this version",
+    "jax-triton": "triton: kernels that run by name on NVIDIA GPUs",
     "vllm": "vllm: not used by this version",
     "torch": "parity: comparison with transformers",
     "transformers": "parity: comparison with transformers",
@@ -93,7 +93,9 @@ def _kernels(backend: str | None) -> dict[str, str]:
     return {
         "reference": "compiled by XLA" + ("" if on_gpu else " (used by default here)"),
         "pallas": "compiled for the GPU (used by default here)" if on_gpu else "interpreted: for tests, slow",
-        "triton": "none in this version",
+        "triton": "compiled for the GPU, used by name"
+        if on_gpu and installed("jax-triton")
+        else "needs an NVIDIA GPU and the extra triton",
         "native FP4 tensor cores": "not used by this version: FP4 is emulated in BF16",
     }
 
