@@ -40,20 +40,27 @@ def test_training_commands(folder: Path, name: str, key: str, phase: str) -> Non
     ("arguments", "keys", "phases"),
     [
         (["eval", "run"], {"pass_at_1", "low", "high"}, ["reading run ...", "generating and verifying answers"]),
-        (
+        pytest.param(
             ["mismatch", "run", "--precisions", "bf16", "--max-prompts", "2"],
             {"precisions", "limits"},
             ["reading run ...", "bf16: generating answers (1 of 2) ...", "bf16: compiling and measuring trainer bf16 (2 of 2) ..."],
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ["rollout", "run", "--out", "new/answers.jsonl", "--max-prompts", "1"],
             {"out", "pass_rate"},
             ["reading run ...", "generating 4 answers"],
+            marks=pytest.mark.slow,
         ),
-        (["report", "run", "--out", "page.html"], {"html", "png"}, ["drawing run ..."]),
-        (["import", "huggingface", "from-huggingface"], {"checkpoint", "parameters"}, ["importing huggingface ..."]),
+        pytest.param(["report", "run", "--out", "page.html"], {"html", "png"}, ["drawing run ..."], marks=pytest.mark.slow),
+        pytest.param(
+            ["import", "huggingface", "from-huggingface"],
+            {"checkpoint", "parameters"},
+            ["importing huggingface ..."],
+            marks=pytest.mark.slow,
+        ),
         (["train", "config.yaml", "--dry-run"], {"config", "memory"}, []),
-        (["bench", "dequantize", "--small"], {"rows"}, ["timing the kernels ..."]),
+        pytest.param(["bench", "dequantize", "--small"], {"rows"}, ["timing the kernels ..."], marks=pytest.mark.slow),
         (["doctor"], {"devices", "versions"}, []),
     ],
 )

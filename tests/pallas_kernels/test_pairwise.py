@@ -25,7 +25,7 @@ def both_guided(x, record, scales, valid, own, rollout):
 
 
 @pytest.mark.parametrize("bit", (0, 255))
-@pytest.mark.parametrize("multiplier", (2.0**-9 * NUDGE, 2.0**7))
+@pytest.mark.parametrize("multiplier", (2.0**-9 * NUDGE, pytest.param(2.0**7, marks=pytest.mark.slow)))
 def test_guided_every_pattern_under_every_scale_byte(bit, multiplier):
     """16,777,216 values; a record of zeros or ones, subnormals, values that are not finite, bytes that are no scales."""
     x = np.broadcast_to(PATTERNS, (64, PATTERNS.size))

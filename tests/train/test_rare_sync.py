@@ -16,6 +16,8 @@ from trace_jax.train.run import run_training
 
 STEPS = 5
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def config(make_config, cold_start):
@@ -75,7 +77,7 @@ def test_evaluating_and_saving_change_nothing(undisturbed, config, tmp_path):
     assert all("eval/validation/pass_at_1" in row for row in read_metrics(tmp_path))
 
 
-@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_resumed_run_equals_the_uninterrupted_one(undisturbed, config, tmp_path, step):
     settings = config("eval.every=0", "checkpoint.every=100")
     run_training(settings.model_copy(update={"steps": step}), tmp_path)

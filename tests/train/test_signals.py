@@ -109,6 +109,7 @@ def test_sigterm_during_the_first_compile_and_evaluation(start, tmp_path):
     assert steps(out) == [0, 1] and complete(out)[-1] == 1
 
 
+@pytest.mark.slow
 def test_sigterm_during_sft_saves_a_policy_that_train_starts_from(start, tmp_path):
     out = tmp_path / "cold"
     program = start(out, "sft.steps=100000", command="sft")
