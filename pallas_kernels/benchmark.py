@@ -35,7 +35,7 @@ _TARGET_SHARES = {"quantize": 0.80, "dequantize": 0.80, "fake_quant": 0.92, "gui
 """Share of the copy's bandwidth that a compiled kernel should reach."""
 
 _BATCHES = 5
-_CALLS, _PROGRAMS = 6, 8
+CALLS, _PROGRAMS = 6, 8
 """Calls in one program, and programs under way before the first wait, on a GPU."""
 
 
@@ -62,7 +62,7 @@ def run(ops: list[str] | None = None, small: bool = False) -> list[dict[str, Any
     shapes = SMALL if small else (*ACTIVATIONS, *WEIGHTS) if on_gpu else ACTIVATIONS
     triton = ("triton",) if on_gpu and importlib.util.find_spec("jax_triton") else ()
     implementations = ("reference", "pallas", *triton) if on_gpu or small else ("reference",)
-    calls = 1 if small or not on_gpu else _CALLS
+    calls = 1 if small or not on_gpu else CALLS
     copy = _copy_bandwidth(small, calls)
     rows = []
     for op in chosen:
@@ -71,7 +71,7 @@ def run(ops: list[str] | None = None, small: bool = False) -> list[dict[str, Any
                 times: dict[str, float] = {}
                 for implementation in implementations:
                     function, arguments, moved = _case(op, fmt, shape, implementation)
-                    times[implementation] = _median_time_us(function, arguments, calls)
+                    times[implementation] = median_time_us(function, arguments, calls)
                     rows.append(_row(op, fmt, implementation, name, shape, moved, times, copy, on_gpu))
     return rows
 
@@ -123,10 +123,10 @@ def _copy_bandwidth(small: bool, calls: int) -> float:
     x = jnp.zeros((1 << (22 if small else 26),), jnp.bfloat16)
     # XLA on CPU hands a copy its input without moving a byte.
     operation = jnp.copy if jax.default_backend() == "gpu" else jnp.negative
-    return 2 * x.nbytes / (_median_time_us(jax.jit(operation), (x,), calls) * 1e-6)
+    return 2 * x.nbytes / (median_time_us(jax.jit(operation), (x,), calls) * 1e-6)
 
 
-def _median_time_us(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> float:
+def median_time_us(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> float:
     """Median time of one call, out of `calls` in one program on as many copies of the arguments; one call is waited for."""
     copies = [jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), arguments) for _ in range(calls)]
     program = jax.jit(lambda copies: [function(*each) for each in copies])

@@ -33,12 +33,20 @@ class BlockFormat:
       block: values that share a scale.
       scale: encoding of the scale byte.
       has_multiplier: whether a float32 multiplier stands above the block scales.
+
+    Raises ValueError for blocks that are not whole bytes of recorded bits, or a scale without the rule that belongs to it.
     """
 
     name: str
     block: int
     scale: Literal["e4m3", "e8m0"]
     has_multiplier: bool
+
+    def __post_init__(self) -> None:
+        if self.block < 8 or self.block % 8:
+            raise ValueError(f"format {self.name!r} has blocks of {self.block} values; write a multiple of 8")
+        if self.has_multiplier != (self.scale == "e4m3"):
+            raise ValueError(f"format {self.name!r}: E4M3 scales stand under a multiplier and E8M0 scales do not; change one of the two")
 
     def codes_bytes(self, size: int) -> int:
         """Bytes of packed codes for a row of `size` values."""

@@ -18,12 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Int, Shaped, UInt, UInt8
 
-from pallas_kernels import ladder, reciprocal
+from pallas_kernels import ladder, reciprocal, tilings
 from pallas_kernels.blocks import pad_last
 from pallas_kernels.formats import BlockFormat
 
-_GPU_TILE = 128  # one group a thread; never less, so that a thread owns whole octets (`pairs`)
-_GPU_WARPS = _GPU_TILE // 32
+_BLOCKS = (8, 16, 32)  # whole octets, a power of two of them, and at most a word of recorded bits
 _INTERPRET_PROGRAMS = 16  # an interpreted program costs about half a millisecond whatever it does
 _LARGEST_OFFSET = 2**31 - 1
 
@@ -63,6 +62,11 @@ class Groups:
     def padded(self) -> int:
         """Groups after padding to whole tiles."""
         return -(-self.count // self.tile) * self.tile
+
+    @property
+    def num_warps(self) -> int:
+        """Warps of one program on a GPU. One group a thread, never less: a thread then owns whole octets (`pairs`)."""
+        return max(self.tile // 32, 1)
 
     def from_last(self, x: Shaped[Array, "*rows d"], width: int) -> Shaped[Array, "n width"]:
         """An array whose last axis holds `width` entries for each block (the last block may be cut short), as groups."""
@@ -105,7 +109,7 @@ class Groups:
             in_specs=[self.spec(array) for array in inputs] + [pl.BlockSpec(memory_space=pl.ANY) for _ in whole],
             out_specs=[self.spec(array) for array in outputs],
             out_shape=list(outputs),
-            compiler_params=pltriton.CompilerParams(num_warps=_GPU_WARPS),
+            compiler_params=pltriton.CompilerParams(num_warps=self.num_warps),
             interpret=self.interpret,
         )(*inputs, *whole)
 
@@ -129,22 +133,25 @@ class Groups:
         return jnp.pad(groups, [(0, missing)] + [(0, 0)] * (groups.ndim - 1)) if missing else groups
 
 
-def plan(shape: tuple[int, ...], fmt: BlockFormat, interpret: bool | None) -> Groups:
-    """The tiling for a tensor; interpret None takes interpret mode on CPU and compiles for a GPU.
+def plan(shape: tuple[int, ...], fmt: BlockFormat, interpret: bool | None, tile: int | None = None) -> Groups:
+    """The tiling for a tensor; interpret None takes interpret mode on CPU and compiles for a GPU, with the tile of the device if None.
 
-    Raises NotImplementedError if the kernels cannot serve the shape or the device.
+    Raises NotImplementedError if the kernels cannot serve the format, the shape or the device.
     """
+    if fmt.block not in _BLOCKS:
+        raise NotImplementedError(f"the Pallas kernels take blocks of {', '.join(map(str, _BLOCKS))} values, not {fmt.block} ({fmt.name})")
     backend = jax.default_backend()
     if interpret is None:
         if backend not in ("cpu", "gpu"):
             raise NotImplementedError(f"the Pallas kernels run on CPU (interpret mode) and NVIDIA GPUs, not on {backend}")
         interpret = backend == "cpu"
+    tile = tile or tilings.lookup("quantizers")["tile"]
     groups = Groups(shape[:-1], shape[-1], fmt, interpret, 1)
     if groups.count == 0:
         raise NotImplementedError(f"the Pallas kernels need at least one row, got shape {shape}")
-    if groups.count * fmt.block + _GPU_TILE * fmt.block > _LARGEST_OFFSET:
+    if (groups.count + tile) * fmt.block > _LARGEST_OFFSET:
         raise NotImplementedError(f"the Pallas kernels address at most {_LARGEST_OFFSET} values, got shape {shape}; split the rows")
-    wanted = -(-groups.count // _INTERPRET_PROGRAMS) if interpret else _GPU_TILE
+    wanted = -(-groups.count // _INTERPRET_PROGRAMS) if interpret else tile
     return dataclasses.replace(groups, tile=1 << (max(wanted, 16) - 1).bit_length())
 
 

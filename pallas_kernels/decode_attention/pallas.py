@@ -23,14 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int16, Int32
 
+from pallas_kernels import tilings
 from pallas_kernels.decode_attention import combine
 from pallas_kernels.decode_attention.packed_tile import decode_tile, invalid_scales, value_exponent
 from pallas_kernels.decode_attention.paged_kv import PagedKV
 from pallas_kernels.formats import BlockFormat
 
 _ROWS = 16  # query heads of a program after padding, the least a tensor core takes
-_LARGEST_TILE_BYTES = 4096  # codes of a tile: 64 tokens up to head_dim 128; more spills registers
-_GPU_PROGRAMS = 132 * 12  # one wave on an H200: twelve programs fill the registers of a multiprocessor
 _INTERPRET_SPLITS = 3  # so that tests meet several
 _MOST_SPLITS = 256  # `combine` holds an eighth of a row of each
 _LARGEST_OFFSET = 2**31 - 1
@@ -54,12 +53,18 @@ class Schedule:
     stages: int = 3
 
 
-def choose(cache: PagedKV, interpret: bool) -> Schedule:
-    """The schedule for a cache."""
+def choose(cache: PagedKV, interpret: bool, sizes: tilings.Sizes | None = None) -> Schedule:
+    """The schedule for a cache.
+
+    Sizes are those of the device by default: tokens and bytes of codes of a tile at most (on an H200 more than 64 tokens of
+    head_dim 128 spill registers), warps, stages, and the programs of one wave (there twelve fill the registers of a multiprocessor).
+    """
+    sizes = sizes or tilings.lookup("decode_attention")
     batch, max_pages = cache.page_table.shape
-    tile = min(cache.page_size, 64, _LARGEST_TILE_BYTES * 2 // cache.head_dim)
-    wanted = _INTERPRET_SPLITS if interpret else _GPU_PROGRAMS // (batch * cache.key_codes.shape[1])
-    return Schedule(splits=max(1, min(wanted, max_pages * cache.page_size // tile, _MOST_SPLITS)), tile=tile)
+    tile = min(cache.page_size, sizes["tokens"], sizes["code_bytes"] * 2 // cache.head_dim)
+    wanted = _INTERPRET_SPLITS if interpret else sizes["programs"] // (batch * cache.key_codes.shape[1])
+    splits = max(1, min(wanted, max_pages * cache.page_size // tile, _MOST_SPLITS))
+    return Schedule(splits=splits, tile=tile, warps=sizes["num_warps"], stages=sizes["num_stages"])
 
 
 def _body(*refs, group: int, scale: float, fmt: BlockFormat, tile: int, interpret: bool):

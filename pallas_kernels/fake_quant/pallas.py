@@ -23,12 +23,16 @@ def _body(*refs, fmt: BlockFormat):
         out_ref[:, octet] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "interpret"))
+@functools.partial(jax.jit, static_argnames=("fmt", "interpret", "tile"))
 def fake_quant(
-    x: Float[Array, "*rows d"], multiplier: Float[Array, "*#rows"] | None, fmt: BlockFormat, interpret: bool | None = None
+    x: Float[Array, "*rows d"],
+    multiplier: Float[Array, "*#rows"] | None,
+    fmt: BlockFormat,
+    interpret: bool | None = None,
+    tile: int | None = None,
 ) -> Float[Array, "*rows d"]:
     """x rounded to the format, as the reference. Raises NotImplementedError (see `groups.plan`)."""
-    groups = plan(x.shape, fmt, interpret)
+    groups = plan(x.shape, fmt, interpret, tile)
     inputs = [groups.from_last(x, fmt.block)]
     if multiplier is not None:
         inputs.append(groups.from_rows(multiplier))

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import tilings
 from pallas_kernels.grouped_matmul.device import interpreted
 from pallas_kernels.grouped_matmul.tiles import group_bounds, row_tiles
 
@@ -25,7 +26,10 @@ _LARGEST_OFFSET = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Sizes of one program, powers of two: rows and columns of its result, the step of its loop, warps, loop steps under way."""
+    """Sizes of one program, powers of two: rows and columns of its result, the step of its loop, warps, loop steps under way.
+
+    Rows and columns of `grad_weights` are F and K; rows of the others are rows of x.
+    """
 
     rows: int
     columns: int
@@ -34,11 +38,9 @@ class Tiling:
     num_stages: int = 4
 
 
-ROW_TILING = Tiling(128, 256, 64, 8, 3)
-"""Of forward and grad_x; rows are rows of x."""
-
-WEIGHT_TILING = Tiling(128, 256, 64, 8, 3)
-"""Of grad_weights; rows and columns are F and K."""
+def choose(product: str) -> Tiling:
+    """The tiling of `forward`, `grad_x` or `grad_weights` on this device."""
+    return Tiling(**tilings.lookup(f"grouped_matmul/{product}"))
 
 
 def _rows_body(group_ref, start_ref, stop_ref, left_ref, weights_ref, out_ref, *, tiling: Tiling, transposed: bool):
@@ -97,11 +99,11 @@ def forward(
     x: Float[Array, "N K"],
     weights: Float[Array, "E F K"],
     group_sizes: Int[Array, " E"],
-    tiling: Tiling = ROW_TILING,
+    tiling: Tiling | None = None,
     interpret: bool | None = None,
 ) -> Float[Array, "N F"]:
     """As the reference. Raises NotImplementedError if the kernel cannot serve the arguments."""
-    return _rows(x, weights, group_sizes, tiling, interpret, False)
+    return _rows(x, weights, group_sizes, tiling or choose("forward"), interpret, False)
 
 
 @functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
@@ -109,11 +111,11 @@ def grad_x(
     cotangent: Float[Array, "N F"],
     weights: Float[Array, "E F K"],
     group_sizes: Int[Array, " E"],
-    tiling: Tiling = ROW_TILING,
+    tiling: Tiling | None = None,
     interpret: bool | None = None,
 ) -> Float[Array, "N K"]:
     """As the reference; raises as `forward`."""
-    return _rows(cotangent, weights, group_sizes, tiling, interpret, True)
+    return _rows(cotangent, weights, group_sizes, tiling or choose("grad_x"), interpret, True)
 
 
 @functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
@@ -121,11 +123,11 @@ def grad_weights(
     cotangent: Float[Array, "N F"],
     x: Float[Array, "N K"],
     group_sizes: Int[Array, " E"],
-    tiling: Tiling = WEIGHT_TILING,
+    tiling: Tiling | None = None,
     interpret: bool | None = None,
 ) -> Float[Array, "E F K"]:
     """As the reference; raises as `forward`."""
-    interpret = interpreted(interpret)
+    interpret, tiling = interpreted(interpret), tiling or choose("grad_weights")
     experts, features, size = group_sizes.shape[0], cotangent.shape[1], x.shape[1]
     _check((cotangent, x), {"F": (features, tiling.rows), "K": (size, tiling.columns)}, experts * features * size)
     missing = max(tiling.step - x.shape[0], 0)

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import tilings
 from pallas_kernels.formats import BlockFormat
 from pallas_kernels.grouped_matmul.device import interpreted
 from pallas_kernels.grouped_matmul.tiles import row_tiles
@@ -25,8 +26,6 @@ from pallas_kernels.grouped_matmul_w4.decode import GPU_FACTOR, scale_operand, w
 from pallas_kernels.grouped_matmul_w4.layout import PLACES, ROWS, W4Weights, split_columns
 
 _LARGEST_OFFSET = 2**31 - 1
-_ENOUGH_PROGRAMS = 4 * 132
-"""What fills an H200: four programs of 128 threads on each multiprocessor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +47,23 @@ class Tiling:
     splits: int = 1
 
 
-def choose_tiling(rows: int, weights: W4Weights, interpret: bool) -> Tiling:
-    """The tiling for a number of rows: as few row tiles as the mean group needs, so that weights are decoded once."""
+def choose_tiling(rows: int, weights: W4Weights, interpret: bool, sizes: tilings.Sizes | None = None) -> Tiling:
+    """The tiling for a number of rows: as few row tiles as the mean group needs, so that weights are decoded once.
+
+    Sizes are those of the device by default: features, stages, and how many programs fill it (on an H200 four on each
+    multiprocessor).
+    """
     experts, chunks, _, padded, _ = weights.words.shape
     mean = -(-rows // experts)
     tile = min(max(1 << (mean - 1).bit_length(), 16), 64)
-    # Interpreted, the time goes into compiling the body, which grows with the features. With 16 rows (H200, 512 rows over 128
-    # experts) 64 features and two stages took 136 us, 128 and three 149 us.
-    small = interpret or padded % 128 or tile == 16
+    # With 16 rows (H200, 512 rows over 128 experts) 64 features and two stages took 136 us, 128 and three 149 us.
+    sizes = sizes or tilings.lookup(f"grouped_matmul_w4/{'few' if tile == 16 else 'many'}_rows")
+    # Interpreted, the time goes into compiling the body, which grows with the features.
+    features = ROWS if interpret or padded % sizes["features"] else sizes["features"]
     # Rows that are spread evenly make a tile for every expert that has any.
-    features = ROWS if small else 128
     programs = padded // features * max(-(-rows // tile), min(rows, experts))
-    splits = max(split for split in range(1, chunks + 1) if chunks % split == 0 and (split == 1 or programs * split <= _ENOUGH_PROGRAMS))
-    return Tiling(features=features, rows=tile, num_stages=2 if tile == 16 else 3, splits=splits)
+    splits = max(split for split in range(1, chunks + 1) if chunks % split == 0 and (split == 1 or programs * split <= sizes["programs"]))
+    return Tiling(features=features, rows=tile, num_stages=sizes["num_stages"], splits=splits)
 
 
 def _body(*refs, tiling: Tiling, fmt: BlockFormat, interpret: bool):

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Shaped, UInt8
 
 from pallas_kernels import pairs
 from pallas_kernels.arithmetic import float_bits, magnitude_bits, stored_value
-from pallas_kernels.formats import BlockFormat
+from pallas_kernels.formats import NVFP4, BlockFormat
 from pallas_kernels.groups import Groups, block_amax, octets, plan, rounding_of
 from pallas_kernels.guided_fake_quant import pairwise
 from pallas_kernels.guided_fake_quant.rule import guided_terms
@@ -43,7 +43,8 @@ def _body(x_ref, scales_ref, *refs, kind: str, fmt: BlockFormat, groups: Groups)
         for octet, part, record in zip(slices, parts, pairwise.record_words(mantissas), strict=True):
             out_ref[:, octet] = pairs.apply(pairwise.guided, [part], [record, *constants], jnp.bfloat16, groups.interpret)
 
-    if x_ref.dtype == jnp.bfloat16 and mantissas is not None and own is not None and rollout is not None:
+    bfloat16_nvfp4 = x_ref.dtype == jnp.bfloat16 and fmt.block == NVFP4.block
+    if bfloat16_nvfp4 and mantissas is not None and own is not None and rollout is not None:
         jax.lax.cond(pairwise.fits(own, rollout), functools.partial(in_pairs, mantissas, own, rollout), general)
     else:
         general()

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import pairs
 from pallas_kernels.arithmetic import bits_float, encode_block, encode_gain, float_bits, magnitude_bits, scale_code
-from pallas_kernels.formats import BlockFormat
+from pallas_kernels.formats import NVFP4, BlockFormat
 from pallas_kernels.groups import Groups, block_amax, octets, plan, rounding_of
 from pallas_kernels.pair_terms import amax_bits
 from pallas_kernels.quantize import pairwise
@@ -38,7 +38,7 @@ def _body(x_ref, *refs, fmt: BlockFormat, groups: Groups):
         codes_ref[...] = pairs.apply(pairwise.nearest, parts, constants, jnp.uint8, groups.interpret, pairwise.packed)
         scales_ref[...] = scales.astype(jnp.uint8)
 
-    if multiplier is None or x_ref.dtype != jnp.bfloat16:
+    if multiplier is None or x_ref.dtype != jnp.bfloat16 or fmt.block != NVFP4.block:
         general()
     else:
         jax.lax.cond(pairwise.fits(multiplier), functools.partial(in_pairs, multiplier), general)

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import MXFP4, NVFP4, Quantized, block_format, dequantize, fake_quant, quantize
+from pallas_kernels import MXFP4, NVFP4, BlockFormat, Quantized, block_format, dequantize, fake_quant, quantize
 from tests.pallas_kernels.base_quantize import FakeQuantTransformsBase, QuantizeBase
+from tests.pallas_kernels.cases import normal
 
 
 class TestReference(QuantizeBase, FakeQuantTransformsBase):
@@ -26,6 +27,30 @@ def test_block_format_names_the_choices():
     assert block_format("nvfp4") is NVFP4 and block_format("mxfp4") is MXFP4
     with pytest.raises(ValueError, match="mxfp4, nvfp4"):
         block_format("int4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("short", 4, "e8m0", False), "multiple of 8"),
+        (("odd", 20, "e4m3", True), "multiple of 8"),
+        (("bare", 16, "e4m3", False), "under a multiplier"),
+        (("both", 32, "e8m0", True), "under a multiplier"),
+    ],
+)
+def test_impossible_formats_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=f"format '{arguments[0]}'.*{message}"):
+        BlockFormat(*arguments)
+
+
+def test_other_block_lengths():
+    """bfloat16, where NVFP4 has rules of its own for its 16 values; blocks of 32 are in docs/kernels.md."""
+    x, multiplier = normal((4, 100), 12), np.float32(2.0**-9)
+    eight, long = BlockFormat("nvfp4_8", 8, "e4m3", True), BlockFormat("nvfp4_64", 64, "e4m3", True)
+    TestPallasInterpreted().check(x, eight, multiplier)
+    with pytest.raises(NotImplementedError, match="blocks of 8, 16, 32 values, not 64"):
+        quantize(jnp.asarray(x), long, multiplier, implementation="pallas")
+    TestReference().check(x, long, multiplier)
 
 
 @pytest.mark.parametrize(
