@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import tilings
-from pallas_kernels.benchmark import CALLS, median_time_us
+from pallas_kernels.benchmark.runner import CALLS
+from pallas_kernels.benchmark.timing import Call, Timer
 from pallas_kernels.decode_attention import pallas as attention
 from pallas_kernels.decode_attention.paged_kv import empty_paged_kv
 from pallas_kernels.fake_quant.pallas import fake_quant
@@ -152,7 +153,7 @@ def chosen(times: list[tuple[float, dict[str, int]]], present: Sizes) -> dict[st
 
 
 def _time_us(function: Callable[..., Array], arguments: tuple[Any, ...]) -> float:
-    return median_time_us(function, arguments, CALLS)
+    return Timer(CALLS).time_us(Call(function, arguments))
 
 
 def main(kernels: list[str], time_us: TimeUs = _time_us) -> int:
