@@ -84,6 +84,7 @@ def test_eval_returns_what_it_promises(folder: Path, capsys: pytest.CaptureFixtu
     assert all(f"`{name}`" in (evaluate_policy.__doc__ or "") for name in promised)
 
 
+@pytest.mark.slow
 def test_mismatch_orders_the_methods_by_what_they_know(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run_json(capsys, "mismatch", folder / "run", "--precisions", "bf16,nvfp4", "--max-prompts", "8")
     methods = report["precisions"]["nvfp4"]["methods"]

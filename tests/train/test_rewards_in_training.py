@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.selection import slow_but
 from trace_jax.errors import UserError
 from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.train.run import run_training
@@ -114,7 +113,8 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", slow_but(["gsm8k"], FORMS))
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_rew_02_rows_of_the_field_are_learned_and_rewarded_as_mathematics(make_config, tmp_path, form):
     """One answer to all questions: a short cold start learns it, and the math reward finds it in sampled text."""
     rows = tmp_path / "rows.jsonl"
