@@ -20,6 +20,7 @@ from jaxtyping import Array, Int, Shaped, UInt, UInt8
 
 from pallas_kernels import ladder, reciprocal, tilings
 from pallas_kernels.blocks import pad_last
+from pallas_kernels.device import interpreted
 from pallas_kernels.formats import BlockFormat
 
 _BLOCKS = (8, 16, 32)  # whole octets, a power of two of them, and at most a word of recorded bits
@@ -140,11 +141,7 @@ def plan(shape: tuple[int, ...], fmt: BlockFormat, interpret: bool | None, tile:
     """
     if fmt.block not in _BLOCKS:
         raise NotImplementedError(f"the Pallas kernels take blocks of {', '.join(map(str, _BLOCKS))} values, not {fmt.block} ({fmt.name})")
-    backend = jax.default_backend()
-    if interpret is None:
-        if backend not in ("cpu", "gpu"):
-            raise NotImplementedError(f"the Pallas kernels run on CPU (interpret mode) and NVIDIA GPUs, not on {backend}")
-        interpret = backend == "cpu"
+    interpret = interpreted(interpret)
     tile = tile or tilings.lookup("quantizers")["tile"]
     groups = Groups(shape[:-1], shape[-1], fmt, interpret, 1)
     if groups.count == 0:

@@ -27,6 +27,7 @@ from pallas_kernels import tilings
 from pallas_kernels.decode_attention import combine
 from pallas_kernels.decode_attention.packed_tile import decode_tile, invalid_scales, value_exponent
 from pallas_kernels.decode_attention.paged_kv import PagedKV
+from pallas_kernels.device import interpreted
 from pallas_kernels.formats import BlockFormat
 
 _ROWS = 16  # query heads of a program after padding, the least a tensor core takes
@@ -205,11 +206,7 @@ def decode_attention(
 
 def _check(query: Float[Array, "B H D"], cache: PagedKV, interpret: bool | None) -> bool:
     """Whether to interpret; raises NotImplementedError if the kernel cannot serve."""
-    backend = jax.default_backend()
-    if interpret is None:
-        if backend not in ("cpu", "gpu"):
-            raise NotImplementedError(f"the Pallas kernels run on CPU (interpret mode) and NVIDIA GPUs, not on {backend}")
-        interpret = backend == "cpu"
+    interpret = interpreted(interpret)
     group = query.shape[1] // cache.key_codes.shape[1]
     if query.dtype != jnp.bfloat16:
         raise NotImplementedError(f"the kernel takes a bfloat16 query, got {query.dtype}")

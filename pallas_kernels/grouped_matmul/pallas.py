@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tilings
-from pallas_kernels.grouped_matmul.device import interpreted
+from pallas_kernels.device import interpreted
 from pallas_kernels.grouped_matmul.tiles import group_bounds, row_tiles
 
 _LARGEST_OFFSET = 2**31 - 1

@@ -19,8 +19,8 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tilings
+from pallas_kernels.device import interpreted
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.grouped_matmul.device import interpreted
 from pallas_kernels.grouped_matmul.tiles import row_tiles
 from pallas_kernels.grouped_matmul_w4.decode import GPU_FACTOR, scale_operand, weight_operand
 from pallas_kernels.grouped_matmul_w4.layout import PLACES, ROWS, W4Weights, split_columns

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.arithmetic import bits_float, encode_block, float_bits, magnitude_bits
 from pallas_kernels.decode_attention.paged_kv import PagedKV
+from pallas_kernels.device import interpreted
 from pallas_kernels.formats import BlockFormat
 from pallas_kernels.groups import block_amax, rounding_of
 from pallas_kernels.words import signed_word
@@ -62,11 +63,7 @@ def append(
     interpret: bool | None = None,
 ) -> PagedKV:
     """The cache with tokens written at (page, slot), page -1 dropped, as the reference; NotImplementedError if it cannot serve."""
-    backend = jax.default_backend()
-    if interpret is None:
-        if backend not in ("cpu", "gpu"):
-            raise NotImplementedError(f"the Pallas kernels run on CPU (interpret mode) and NVIDIA GPUs, not on {backend}")
-        interpret = backend == "cpu"
+    interpret = interpreted(interpret)
     batch, tokens, kv_heads, size = keys.shape
     pairs = size // cache.fmt.block // 2
     rows = kv_heads * pairs

@@ -1,4 +1,4 @@
-"""Where the Pallas bodies of the products run."""
+"""Where the Pallas bodies run."""
 
 import jax
 
