@@ -2,7 +2,7 @@
 
 A tensor [..., d] becomes [n, block], n = rows * ceil(d / block), padded to whole tiles of groups; one program handles one
 tile. A thread then owns whole blocks, the block maximum needs no exchange between threads, and any shape reduces to one
-case. What belongs to a row (multiplier, validity) is one value for all groups, or one for each group.
+case. What belongs to a row (multiplier, validity) is one value for all groups, or one for each row.
 
 The same body runs on CPU in interpret mode and on NVIDIA GPUs through the Triton lowering, which wants powers of two in
 every shape and does not mask a last partial tile: hence the padding.
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Int, Shaped, UInt, UInt8
+from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels import ladder, reciprocal, tilings
 from pallas_kernels.blocks import pad_last
@@ -73,24 +73,6 @@ class Groups:
         """An array whose last axis holds `width` entries for each block (the last block may be cut short), as groups."""
         return self._padded(pad_last(x, self.blocks * width).reshape(self.count, width))
 
-    def words(self, packed: UInt8[Array, "*rows bytes"], width: int) -> UInt[Array, "..."]:
-        """An array with `width` bytes for each block, as one word for each group, or several 32-bit ones.
-
-        A thread then loads what belongs to its group at once; single bytes would come in another order and change hands.
-        """
-        groups = self.from_last(packed, width)
-        size = min(width, 4)
-        if size > 1:
-            groups = jax.lax.bitcast_convert_type(groups.reshape(-1, width // size, size), jnp.uint16 if size == 2 else jnp.uint32)
-        return groups[:, 0] if groups.shape[1] == 1 else groups
-
-    def from_rows(self, value: Shaped[Array, "*m"]) -> Shaped[Array, " n"]:
-        """A scalar as [1], or a row value (one axis for every leading axis) as one entry for each group."""
-        if value.size == 1:
-            return value.reshape(1)
-        spread = jnp.broadcast_to(value[..., None], (*self.rows, self.blocks))
-        return self._padded(spread.reshape(self.count))
-
     def to_last(self, groups: Shaped[Array, "n width"], length: int) -> Shaped[Array, "*rows length"]:
         """The first `length` entries of every row."""
         width = groups.shape[-1]
@@ -119,7 +101,7 @@ class Groups:
         return value.reshape(1) if value.size == 1 else jnp.broadcast_to(value, self.rows).reshape(-1)
 
     def of_rows(self, ref: jax.Ref) -> Shaped[Array, " n"]:
-        """Inside a body: the row value of each group, or [1]. Other than `from_rows` it needs no pass that writes one for every group."""
+        """Inside a body: the row value of each group, or [1]; so no pass before the kernel writes one for every group."""
         if ref.shape[0] == 1:
             return ref[...]
         group = pl.program_id(0) * self.tile + jax.lax.broadcasted_iota(jnp.int32, (self.tile,), 0)
@@ -169,8 +151,3 @@ def block_amax(magnitudes: list[Int[Array, "n 8"]]) -> Int[Array, "n 1"]:
 def rounding_of(dtype) -> ModuleType:
     """The module whose rounding a body uses for input of a dtype."""
     return reciprocal if dtype == jnp.bfloat16 else ladder
-
-
-def column(ref: jax.Ref) -> Shaped[Array, "n 1"]:
-    """A row value inside a body, as a column that broadcasts against the tile."""
-    return ref[...][:, None]

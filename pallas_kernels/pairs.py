@@ -1,7 +1,8 @@
 """Arithmetic on the two 16-bit halves of a word, written once for two machines: PTX text for a GPU, jnp for interpret mode.
 
 A rule is a function `rule(op, word, number, constants)` from one word of values to one word of results, and may be followed by
-`combine(op, words)` over the words of a group. Both call `op("name", *operands)` with words and ints. `apply` runs them:
+`combine(op, words)` over the words of a group. Both call `op("name", *operands)` with words and ints. `apply` runs them, and `expand`
+rules from packed codes to values:
 
 1. In interpret mode words are uint32 arrays and an instruction is its jnp function in `INSTRUCTIONS`.
 2. On a GPU the rule writes PTX, one block for all the words of a thread's octets. Triton calls a block elementwise, with eight
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
-from jaxtyping import Array, BFloat16, Int, Shaped, UInt32
+from jaxtyping import Array, BFloat16, Int, Shaped, UInt8, UInt32
 
 from pallas_kernels.arithmetic import float_bits
 
@@ -52,32 +53,61 @@ def apply(
       interpret: whether the body runs in interpret mode.
       combine: from the results for all words of the octets, in order, to the words of the result.
     """
-    run = _emulated if interpret else _assembled
-    return run(rule, octets, constants, jnp.dtype(dtype), combine)
+    dtype = jnp.dtype(dtype)
 
+    def compute(op, words, names):
+        return combine(op, [rule(op, word, place % _WORDS, names) for place, word in enumerate(words)])
 
-def _emulated(rule, octets, constants, dtype, combine):
-    def op(name: str, *operands: Word | int) -> Word:
-        result = INSTRUCTIONS[name][1](*(np.uint32(operand) if isinstance(operand, int) else operand for operand in operands))
-        # Without the barrier XLA on CPU writes out every use of a result again, and takes minutes to compile.
-        return jax.lax.optimization_barrier(result)
-
-    number = jax.lax.broadcasted_iota(jnp.uint32, (1, _WORDS), 1)
-    columns = [constant.astype(jnp.uint32)[:, None] for constant in constants]
+    if not interpret:
+        out = _assembled(compute, octets, constants, dtype)
+        return (jnp.sum(out, axis=1) if dtype == jnp.uint32 else out).astype(dtype)
+    number, columns = _emulated(constants)
     pairs = [jax.lax.bitcast_convert_type(octet.reshape(-1, _WORDS, 2), jnp.uint32) for octet in octets]
-    words = [rule(op, pair, number, columns) for pair in pairs]
-    results = combine(op, [word[:, place] for word in words for place in range(_WORDS)])
+    words = [rule(_emulated_op, pair, number, columns) for pair in pairs]
+    results = combine(_emulated_op, [word[:, place] for word in words for place in range(_WORDS)])
     if dtype == jnp.uint32:
         return results[0]
     return jax.lax.bitcast_convert_type(jnp.stack(results, axis=-1), dtype).reshape(-1, _OCTET)
 
 
-def _assembled(rule, octets, constants, dtype, combine):
-    outputs = _OCTET * dtype.itemsize // 4
-    words = [f"${outputs + number}" for number in range(len(octets) * _WORDS)]
+def expand(
+    rule: Rule, packed: UInt8[Array, "n 8"], place: int, constants: Sequence[Int[Array, " #n"]], interpret: bool
+) -> BFloat16[Array, "n 8"]:
+    """The other way: a word of eight codes to eight values.
+
+    Args:
+      rule: gets the word, the number of a pair of its codes, and the constants; returns the pair's values.
+      packed: two words of every group, as bytes.
+      place: 0 for the first of them, 1 for the second.
+      constants: a word for each group, or for all of them.
+      interpret: whether the body runs in interpret mode.
+    """
+    if not interpret:
+        compute = lambda op, words, names: [rule(op, words[place], number, names) for number in range(_WORDS)]  # noqa: E731
+        return _assembled(compute, [packed], constants, jnp.dtype(jnp.bfloat16))
+    number, columns = _emulated(constants)
+    word = jax.lax.bitcast_convert_type(packed.reshape(-1, 2, 4), jnp.uint32)[:, place, None]
+    return jax.lax.bitcast_convert_type(rule(_emulated_op, word, number, columns), jnp.bfloat16).reshape(-1, _OCTET)
+
+
+def _emulated(constants: Sequence[Int[Array, " #n"]]) -> tuple[Word, list[Word]]:
+    """The numbers of all words of an octet, and the constants, in shapes that broadcast against [n, 4]."""
+    return jax.lax.broadcasted_iota(jnp.uint32, (1, _WORDS), 1), [constant.astype(jnp.uint32)[:, None] for constant in constants]
+
+
+def _emulated_op(name: str, *operands: Word | int) -> Word:
+    result = INSTRUCTIONS[name][1](*(np.uint32(operand) if isinstance(operand, int) else operand for operand in operands))
+    # Without the barrier XLA on CPU writes out every use of a result again, and takes minutes to compile.
+    return jax.lax.optimization_barrier(result)
+
+
+def _assembled(compute, arguments, constants, dtype) -> jax.Array:
+    """`compute(op, words, names)` over all words of eight elements of the arguments, as a block of PTX; gives the words of the result."""
+    shape = arguments[0].shape
+    outputs, inputs = _OCTET * dtype.itemsize // 4, _OCTET * sum(array.dtype.itemsize for array in arguments) // 4
+    words = [f"${outputs + number}" for number in range(inputs)]
     # A constant is the same for the eight elements and takes eight operands, of which the first is read.
-    first = outputs + len(words)
-    names = [f"${first + _OCTET * number}" for number in range(len(constants))]
+    names = [f"${outputs + inputs + _OCTET * number}" for number in range(len(constants))]
     lines: list[str] = []
 
     def write(instruction: str, *operands: str) -> str:
@@ -90,20 +120,20 @@ def _assembled(rule, octets, constants, dtype, combine):
         registers = [write(f"mov.b32 {{0}}, {operand:#x};") if isinstance(operand, int) else operand for operand in operands]
         return write(INSTRUCTIONS[name][0], *registers)
 
-    results = combine(op, [rule(op, word, place % _WORDS, names) for place, word in enumerate(words)])
-    # A single word comes with seven zeros, and the sum below finds it.
+    results = compute(op, words, names)
+    # A single word comes with seven zeros, and a sum finds it.
     results = results + ["0"] * (outputs - len(results))
     moves = [f"mov.b32 ${number}, {result};" for number, result in enumerate(results)]
     # The lowering gives results of unsigned dtypes a type that Triton does not know.
     signed = {"uint8": jnp.int8, "uint32": jnp.int32}.get(dtype.name, dtype)
     (out,) = pltriton.elementwise_inline_asm(
         "\n".join(["{", f".reg .b32 r<{len(lines)}>;", *lines, *moves, "}"]),
-        args=[*octets, *(jnp.broadcast_to(constant[:, None], octets[0].shape) for constant in constants)],
-        constraints=",".join(["=r"] * outputs + ["r"] * (len(words) + _OCTET * len(names))),
+        args=[*arguments, *(jnp.broadcast_to(constant[:, None], shape) for constant in constants)],
+        constraints=",".join(["=r"] * outputs + ["r"] * (inputs + _OCTET * len(names))),
         pack=_OCTET,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(octets[0].shape, signed)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, signed)],
     )
-    return (jnp.sum(out, axis=1) if dtype == jnp.uint32 else out).astype(dtype)
+    return out
 
 
 def _half_by_half(dtype: DTypeLike, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,6 +172,13 @@ def _fused(a, b, c):
     return jnp.where((total == 0.0) & (float_bits(c) >= 0), 0.0, total)
 
 
+def _lifted(half):
+    magnitude = half & 0x7FFF
+    normal = jax.lax.bitcast_convert_type(magnitude, jnp.bfloat16).astype(jnp.float32) * 2.0**126
+    value = jnp.where(magnitude < 0x80, magnitude.astype(jnp.float32) * 2.0**-7, normal)
+    return jax.lax.bitcast_convert_type(value.astype(jnp.bfloat16), jnp.uint16) | (half & 0x8000)
+
+
 def _clamped_sum(half, shift, top):
     return jnp.maximum(jnp.minimum(half + shift, top), 0)
 
@@ -156,6 +193,7 @@ INSTRUCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "mad": ("mad.lo.u32 {0}, {1}, {2}, {3};", lambda a, b, c: a * b + c),
     "shl": ("shl.b32 {0}, {1}, {2};", lambda a, b: a << b),
     "shr": ("shr.u32 {0}, {1}, {2};", lambda a, b: a >> b),
+    "mul": ("mul.lo.u32 {0}, {1}, {2};", lambda a, b: a * b),
     "bytes": ("prmt.b32 {0}, {1}, {2}, {3};", _bytes),
     "min_u16": ("min.u16x2 {0}, {1}, {2};", _half_by_half(jnp.uint16, jnp.minimum)),
     "max_u16": ("max.u16x2 {0}, {1}, {2};", _half_by_half(jnp.uint16, jnp.maximum)),
@@ -167,10 +205,12 @@ INSTRUCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "mul_f16": ("mul.rn.f16x2 {0}, {1}, {2};", _on_floats(_F16, lambda a, b: a * b)),
     "fma_f16": ("fma.rn.f16x2 {0}, {1}, {2}, {3};", _on_floats(_F16, _fused)),
     "fma_bf16": ("fma.rn.bf16x2 {0}, {1}, {2}, {3};", _on_floats(_BF16, _fused)),
+    "lift_bf16": ("mov.b32 {0}, 0x7E807E80; mul.rn.bf16x2 {0}, {1}, {0};", _half_by_half(jnp.uint16, _lifted)),
     "reached_bf16": ("set.ge.u32.bf16x2 {0}, {1}, {2};", _half_by_half(jnp.int16, lambda a, b: -(a >= b).astype(jnp.int16))),
 }
 """Name: (PTX with the result as {0}, jnp function of uint32 words).
 
 `clamped_sum_s16` is max(min(a + b, c), 0) of signed halves whose sum must not overflow, `less_f16` gives 1.0 or 0.0,
-`reached_bf16` all ones or zeros where a >= b for magnitudes, `bytes` takes a selector of four digits 0..7.
+`reached_bf16` all ones or zeros where a >= b for magnitudes, `lift_bf16` 2^126 * a for |a| < 2, subnormal ones too (GPUs multiply them
+exactly, XLA on CPU does not), `bytes` takes a selector of four digits 0..7.
 """

@@ -3,12 +3,13 @@
 from typing import NamedTuple
 
 ACTIVATIONS = (
+    ("square", (8192, 8192)),
     ("qwen3-30b-a3b expert input, 8192 tokens", (8192, 2048)),
     ("qwen3-30b-a3b down input, 8192 x 8 rows", (65536, 768)),
     ("qwen3-235b-a22b expert input, 8192 tokens", (8192, 4096)),
     ("qwen3-30b-a3b keys of 16384 tokens", (16384, 4, 128)),
 )
-"""Expert inputs, down-projection inputs and keys of one micro-batch: (name, shape) with the contraction axis last."""
+"""A large square, and expert inputs, down-projection inputs and keys of one micro-batch: (name, shape) with the contraction axis last."""
 
 WEIGHTS = (
     ("qwen3-30b-a3b gate weights of a layer", (128, 768, 2048)),

@@ -12,9 +12,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# jax 0.11 announces the end of the Triton lowering of Pallas.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-
 
 def python_blocks(text: str) -> list[tuple[int, str]]:
     """(number of the first line, code) of each block that runs."""

@@ -29,25 +29,36 @@ def new_row(**values: Any) -> dict[str, Any]:
 
 
 def measure(case: Case, timer: Timer, limits: Limits, setting: Setting) -> dict[str, Any]:
-    """Times a case and its peers. A peer that cannot serve, or whose time is an artefact, is logged and does not count."""
-    time_us = timer.time_us(case.call)
+    """Times a case and its peers.
+
+    A peer that cannot serve, or whose time is an artefact, is logged and does not count. A case that fails is logged too and its row has
+    no time, so that the other rows are not lost.
+    """
+    target = case.target if setting.on_gpu else None
+    common = {
+        "op": case.op,
+        "implementation": "pallas (interpreted)" if case.implementation == "pallas" and not setting.on_gpu else case.implementation,
+        "shape": case.shape,
+        "dtype": "bfloat16",
+        "bytes": case.bytes,
+        "flops": case.flops,
+        "target": None if target is None else target.text,
+    }
+    try:
+        time_us = timer.time_us(case.call)
+    except Exception as error:
+        _LOG.error("%s, %s, %s failed: %s: %.2000s", case.op, case.implementation, case.shape, type(error).__name__, error)
+        return new_row(**common, met=None if target is None else False)
     share = limits.share(case.bytes, case.flops, time_us)
     peer, peer_time_us = _fastest_peer(case, timer, limits)
     ratio = None if peer_time_us is None else round(time_us / peer_time_us, 4)
-    target = case.target if setting.on_gpu else None
     return new_row(
-        op=case.op,
-        implementation="pallas (interpreted)" if case.implementation == "pallas" and not setting.on_gpu else case.implementation,
-        shape=case.shape,
-        dtype="bfloat16",
+        **common,
         time_us=round(time_us, 2),
-        bytes=case.bytes,
-        flops=case.flops,
         limit_share=round(share, 4),
         peer=peer,
         peer_time_us=None if peer_time_us is None else round(peer_time_us, 2),
         ratio=ratio,
-        target=None if target is None else target.text,
         met=None if target is None else target.met(time_us, share, case.flops, peer, ratio),
     )
 

@@ -7,18 +7,35 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
+from pallas_kernels import pairs
 from pallas_kernels.arithmetic import decode_terms, e2m1_magnitude, stored_value
+from pallas_kernels.dequantize import pairwise
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.groups import column, plan
-from pallas_kernels.words import word_codes
+from pallas_kernels.groups import Groups, octets, plan
+from pallas_kernels.words import bytes_word, word_codes
 
 
-def _body(*refs, fmt: BlockFormat):
-    codes_ref, scales_ref, *multiplier_ref, out_ref = refs
-    multiplier = column(multiplier_ref[0]) if fmt.has_multiplier else None
-    factor, pre = decode_terms(column(scales_ref).astype(jnp.int32), multiplier)
-    codes = word_codes(codes_ref[...])
-    out_ref[...] = stored_value(e2m1_magnitude(codes & 7), codes << 28, factor, pre, out_ref.dtype)
+def _body(codes_ref, scales_ref, *refs, fmt: BlockFormat, groups: Groups):
+    *multiplier_ref, out_ref = refs
+    scales = scales_ref[...].astype(jnp.int32)
+    multiplier = groups.of_rows(multiplier_ref[0]) if fmt.has_multiplier else None
+
+    def general():
+        factor, pre = decode_terms(scales[:, None], None if multiplier is None else multiplier[:, None])
+        for octet in octets(out_ref):
+            codes = word_codes(bytes_word(codes_ref[:, octet.start // 2 : octet.stop // 2]))
+            out_ref[:, octet] = stored_value(e2m1_magnitude(codes & 7), codes << 28, factor, pre, out_ref.dtype)
+
+    def in_pairs():
+        factors = pairwise.constants(scales, multiplier)
+        for number, octet in enumerate(octets(out_ref)):
+            start = 8 * (number // 2)
+            out_ref[:, octet] = pairs.expand(pairwise.decoded, codes_ref[:, start : start + 8], number % 2, factors, groups.interpret)
+
+    if out_ref.dtype == jnp.bfloat16 and fmt.block >= 16:
+        jax.lax.cond(pairwise.fits(scales, multiplier), in_pairs, general)
+    else:
+        general()
 
 
 @functools.partial(jax.jit, static_argnames=("size", "fmt", "dtype", "interpret"))
@@ -33,8 +50,8 @@ def dequantize(
 ) -> Float[Array, "*rows d"]:
     """The values in `dtype`, as the reference. Raises NotImplementedError (see `groups.plan`)."""
     groups = plan((*codes.shape[:-1], size), fmt, interpret)
-    inputs = [groups.words(codes, fmt.block // 2), groups.words(scales, 1)]
-    if multiplier is not None:
-        inputs.append(groups.from_rows(multiplier))
-    (out,) = groups.call(functools.partial(_body, fmt=fmt), inputs, [groups.out(fmt.block, dtype)])
+    inputs = [groups.from_last(codes, fmt.block // 2), groups.from_last(scales, 1)[:, 0]]
+    whole = [] if multiplier is None else [groups.row_values(multiplier)]
+    body = functools.partial(_body, fmt=fmt, groups=groups)
+    (out,) = groups.call(body, inputs, [groups.out(fmt.block, dtype)], whole)
     return groups.to_last(out, size)

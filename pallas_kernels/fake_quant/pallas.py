@@ -9,15 +9,15 @@ from jaxtyping import Array, Float
 from pallas_kernels.arithmetic import float_bits, magnitude_bits, stored_value
 from pallas_kernels.fake_quant.rule import nearest_terms
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.groups import block_amax, column, octets, plan, rounding_of
+from pallas_kernels.groups import Groups, block_amax, octets, plan, rounding_of
 
 
-def _body(*refs, fmt: BlockFormat):
-    x_ref, *multiplier_ref, out_ref = refs
+def _body(x_ref, *refs, fmt: BlockFormat, groups: Groups):
+    *multiplier_ref, out_ref = refs
     parts = [x_ref[:, octet].astype(jnp.float32) for octet in octets(x_ref)]
     magnitudes = [magnitude_bits(x) for x in parts]
     amax = block_amax(magnitudes)
-    multiplier = column(multiplier_ref[0]) if fmt.has_multiplier else None
+    multiplier = groups.of_rows(multiplier_ref[0])[:, None] if fmt.has_multiplier else None
     for octet, x, magnitude in zip(octets(x_ref), parts, magnitudes, strict=True):
         value, factor, pre = nearest_terms(magnitude, amax, multiplier, fmt, rounding_of(x_ref.dtype))
         out_ref[:, octet] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
@@ -33,8 +33,7 @@ def fake_quant(
 ) -> Float[Array, "*rows d"]:
     """x rounded to the format, as the reference. Raises NotImplementedError (see `groups.plan`)."""
     groups = plan(x.shape, fmt, interpret, tile)
-    inputs = [groups.from_last(x, fmt.block)]
-    if multiplier is not None:
-        inputs.append(groups.from_rows(multiplier))
-    (out,) = groups.call(functools.partial(_body, fmt=fmt), inputs, [groups.out(fmt.block, x.dtype)])
+    whole = [] if multiplier is None else [groups.row_values(multiplier)]
+    body = functools.partial(_body, fmt=fmt, groups=groups)
+    (out,) = groups.call(body, [groups.from_last(x, fmt.block)], [groups.out(fmt.block, x.dtype)], whole)
     return groups.to_last(out, groups.size)

@@ -26,9 +26,6 @@ from tests.pallas_kernels.base_decode_attention import CASES, AppendBase, Decode
 from tests.pallas_kernels.cases import random_bytes
 from tests.pallas_kernels.test_lowering import lowered
 
-# jax 0.11 announces the end of the Triton lowering of Pallas.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-
 Shape = jax.ShapeDtypeStruct
 
 

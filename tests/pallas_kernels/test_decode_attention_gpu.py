@@ -11,11 +11,7 @@ from pallas_kernels.decode_attention import pallas
 from pallas_kernels.decode_attention.api import decode_attention
 from tests.pallas_kernels.base_decode_attention import AppendBase, DecodeAttentionBase, problem, worst
 
-pytestmark = [
-    pytest.mark.gpu,
-    # jax 0.11 announces the end of the Triton lowering of Pallas.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.gpu
 
 
 class TestReferenceOnGpu(DecodeAttentionBase, AppendBase):

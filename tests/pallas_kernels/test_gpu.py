@@ -14,11 +14,7 @@ from tests.pallas_kernels.base_guided import GuidedBase
 from tests.pallas_kernels.base_quantize import FakeQuantTransformsBase, QuantizeBase
 from tests.pallas_kernels.cases import mismatches, normal
 
-pytestmark = [
-    pytest.mark.gpu,
-    # jax 0.11 announces the end of the Triton lowering of Pallas; the bodies are backend-neutral and will follow.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.gpu
 
 
 class TestReferenceOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase):
@@ -32,7 +28,7 @@ class TestPallasOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase):
 class TestTritonOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase):
     implementation = "triton"
 
-    @pytest.fixture(autouse=True, scope="class")
+    @pytest.fixture(autouse=True)
     def installed(self, require):
         require("triton")
         require("jax_triton")

@@ -128,7 +128,6 @@ def test_refusals(unchecked):
         grouped_matmul(x.astype(jnp.float32), weights.astype(jnp.float32), sizes, implementation="pallas")
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_kernels_lower_for_cuda(product):
     shape = lambda *axes: jax.ShapeDtypeStruct(axes, jnp.bfloat16)  # noqa: E731
@@ -139,7 +138,6 @@ def test_kernels_lower_for_cuda(product):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("implementation", ("reference", "pallas", None))
 def test_on_gpu(implementation):
     rng = np.random.default_rng(13)

@@ -212,7 +212,6 @@ def test_refusals(unchecked):
         run(x.astype(np.float32), q, SIZES["uneven"])
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_kernel_lowers_for_cuda(fmt):
     shape = jax.ShapeDtypeStruct
@@ -227,7 +226,6 @@ def abstract(fmt, shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("rows", (16, 64, 512, 4096))
 def test_on_gpu(fmt, rows):

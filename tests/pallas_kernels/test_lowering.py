@@ -14,9 +14,6 @@ from pallas_kernels.guided_fake_quant.pallas import guided_fake_quant
 from pallas_kernels.quantize.pallas import quantize
 from tests.pallas_kernels.cases import FORMATS
 
-# jax 0.11 announces the end of the Triton lowering of Pallas; the bodies are backend-neutral and will follow.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-
 Shape = jax.ShapeDtypeStruct
 DTYPES = (jnp.bfloat16, jnp.float32, jnp.float16)
 

@@ -95,7 +95,6 @@ def test_the_file_is_as_the_command_writes_it():
 
 
 @pytest.mark.parametrize(("device", "kernel"), ENTRIES)
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_every_entry_lowers_for_cuda(device, kernel):
     """At the shapes of a real model, which it therefore divides."""
     tunable, sizes = tune.KERNELS[kernel], tilings.lookup(kernel, device)

@@ -28,6 +28,12 @@ def test_warmup_reaches_the_rate_at_its_last_update(warmup, expected):
     np.testing.assert_allclose([np.asarray(schedule(step)) for step in range(6)], np.asarray(expected) * 1e-3, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("warmup", "expected"), [(0, [8, 6, 4, 2, 0, 0]), (2, [4, 8, 8, 4, 0, 0])])
+def test_the_rate_falls_to_zero(warmup, expected):
+    schedule = learning_rate_schedule(OptimizerConfig(learning_rate=8e-3, warmup_steps=warmup, decay_steps=4))
+    np.testing.assert_allclose([np.asarray(schedule(step)) for step in range(6)], np.asarray(expected) * 1e-3, atol=1e-9)
+
+
 def test_updates_follow_the_warmup():
     """Adam's first steps on a constant gradient have the size of the learning rate."""
     config = OptimizerConfig(name="adam", learning_rate=8e-3, warmup_steps=4, grad_clip=0.0)

@@ -130,8 +130,15 @@ def _check_training_keys(config: Config) -> None:
         )
     if config.sft.stop_pass_rate is not None and config.sft.eval_every == 0:
         raise UserError("sft.stop_pass_rate is set, but sft.eval_every is 0, so it is never looked at; write sft.eval_every: 10")
-    if config.optimizer.name == "adam" and config.optimizer.weight_decay > 0:
+    optimizer = config.optimizer
+    if optimizer.name == "adam" and optimizer.weight_decay > 0:
         raise UserError("optimizer.weight_decay is set, but adam has none; write name: adamw, or weight_decay: 0.0")
+    updates = config.steps * config.train.updates_per_batch
+    if optimizer.decay_steps is not None and not optimizer.warmup_steps < optimizer.decay_steps >= updates:
+        raise UserError(
+            f"optimizer.decay_steps is {optimizer.decay_steps}, but there are {optimizer.warmup_steps} updates of warm-up and {updates} in "
+            "all, and from decay_steps on the learning rate is zero; write as many as in all, or more, or null for a constant rate"
+        )
     if config.train.updates_per_batch > config.rollout.prompts_per_step:
         raise UserError(
             f"train.updates_per_batch is {config.train.updates_per_batch}, but a batch has only {config.rollout.prompts_per_step} prompts "

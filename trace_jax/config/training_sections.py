@@ -56,13 +56,19 @@ class TrainSection(Section):
 
 
 class OptimizerConfig(Section):
-    """Optax chain: global-norm clipping (0: none), then Adam or AdamW with a linear warm-up and a constant rate."""
+    """Optax chain: global-norm clipping (0: none), then Adam or AdamW with a linear warm-up.
+
+    Args:
+      warmup_steps: updates until the rate is `learning_rate`.
+      decay_steps: updates, warm-up included, after which the rate has fallen in a line to zero; null keeps it constant.
+    """
 
     name: Literal["adamw", "adam"] = "adamw"
     learning_rate: Rate = 1.0e-6
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     warmup_steps: Count = 0
+    decay_steps: Positive | None = None
     b1: Beta = 0.9
     b2: Beta = 0.999
     eps: Rate = 1.0e-8

@@ -8,10 +8,12 @@ from trace_jax.config.schema import OptimizerConfig
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Linear warm-up, first rate `learning_rate / warmup_steps`, over `warmup_steps` updates, then constant."""
-    if config.warmup_steps == 0:
-        return optax.constant_schedule(config.learning_rate)
-    return optax.linear_schedule(config.learning_rate / config.warmup_steps, config.learning_rate, max(1, config.warmup_steps - 1))
+    """Linear warm-up, first rate `learning_rate / warmup_steps`, over `warmup_steps` updates; then constant, or in a line to zero."""
+    rate, warmup = config.learning_rate, config.warmup_steps
+    after = optax.constant_schedule(rate) if config.decay_steps is None else optax.linear_schedule(rate, 0.0, config.decay_steps - warmup)
+    if warmup == 0:
+        return after
+    return optax.join_schedules([optax.linear_schedule(rate / warmup, rate, max(1, warmup - 1)), after], [warmup])
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:

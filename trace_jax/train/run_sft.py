@@ -60,7 +60,8 @@ def _checked_width(setup: Setup) -> int:
 
 def _loop(setup: Setup, params: Params, width: int, run: OpenRun) -> dict[str, Any]:
     config, sft = setup.config, setup.config.sft
-    optimizer = make_optimizer(config.optimizer.model_copy(update={"learning_rate": sft.learning_rate, "warmup_steps": sft.warmup_steps}))
+    own = {"learning_rate": sft.learning_rate, "warmup_steps": sft.warmup_steps, "decay_steps": None}
+    optimizer = make_optimizer(config.optimizer.model_copy(update=own))
     opt_state = jax.jit(optimizer.init)(params)
     probe = replace(setup, rollout_plan=UNQUANTIZED)
     engine = EmbeddedEngine(setup.policy, UNQUANTIZED, CaptureSpec(), config.rollout.max_batch)
