@@ -15,6 +15,9 @@ _LOG = logging.getLogger(__name__)
 _MEASURED = "op implementation shape dtype time_us bytes flops limit_share peer peer_time_us ratio target met".split()
 """Columns whose values belong to a row; device, versions and date follow."""
 
+_SOONEST = 2 / 3
+"""Share of the time in which a copy moves its bytes that a peer takes at least: reading alone is faster than copying."""
+
 
 def new_row(**values: Any) -> dict[str, Any]:
     """A row with these values, null in the other columns, and where and when it was made."""
@@ -71,7 +74,7 @@ def _fastest_peer(case: Case, timer: Timer, limits: Limits) -> tuple[str | None,
         except Exception as error:  # whatever the code of others raises, it cannot serve
             _LOG.warning("%s: %s cannot serve: %s: %.200s", case.op, peer.name, type(error).__name__, error)
             continue
-        if time_us * 1e-6 < peer.bytes / limits.bandwidth:
+        if time_us * 1e-6 < _SOONEST * peer.bytes / limits.bandwidth:
             _LOG.warning("%s: %s took %.1f us, less than moving its bytes takes; not counted", case.op, peer.name, time_us)
             continue
         times[peer.name] = time_us

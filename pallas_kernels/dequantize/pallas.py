@@ -17,6 +17,8 @@ from pallas_kernels.words import bytes_word, word_codes
 
 def _body(codes_ref, scales_ref, *refs, fmt: BlockFormat, groups: Groups):
     *multiplier_ref, out_ref = refs
+    # Read before anything waits, so that all loads are under way at once.
+    packed = [codes_ref[:, part] for part in octets(codes_ref)]
     scales = scales_ref[...].astype(jnp.int32)
     multiplier = groups.of_rows(multiplier_ref[0]) if fmt.has_multiplier else None
 
@@ -29,8 +31,7 @@ def _body(codes_ref, scales_ref, *refs, fmt: BlockFormat, groups: Groups):
     def in_pairs():
         factors = pairwise.constants(scales, multiplier)
         for number, octet in enumerate(octets(out_ref)):
-            start = 8 * (number // 2)
-            out_ref[:, octet] = pairs.expand(pairwise.decoded, codes_ref[:, start : start + 8], number % 2, factors, groups.interpret)
+            out_ref[:, octet] = pairs.expand(pairwise.decoded, packed[number // 2], number % 2, factors, groups.interpret)
 
     if out_ref.dtype == jnp.bfloat16 and fmt.block >= 16:
         jax.lax.cond(pairwise.fits(scales, multiplier), in_pairs, general)

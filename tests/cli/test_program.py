@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -77,8 +78,17 @@ def test_commands_with_results(folder: Path, program: Program, arguments: list[s
 def test_ctrl_c_is_one_line(folder: Path, environment: dict[str, str]) -> None:
     """A terminal sends the interrupt to every process of the group, so the verifiers get it too."""
     command = [sys.executable, "-m", "trace_jax", "eval", "run", "--max-prompts", "200", "--samples", "64"]
+    # What a shell starts in the background ignores the interrupt, and so would its children.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heed,
     ) as running:
         assert running.stderr is not None and running.stdout is not None
         assert running.stderr.readline() == "reading run ...\n"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import benchmark
-from pallas_kernels.benchmark import attention, elementwise, peers, products
+from pallas_kernels.benchmark import attention, elementwise, peers, products, runner
 from pallas_kernels.benchmark.cases import Case, Peer, Setting
 from pallas_kernels.benchmark.limits import Limits
 from pallas_kernels.benchmark.rows import measure
@@ -146,14 +146,30 @@ def test_the_fastest_plausible_peer_counts(caplog):
     own, slow, fast, hoisted, absent = (call(name) for name in ("own", "slow", "fast", "hoisted", "absent"))
     rivals = (Peer("slow", slow, 1000), Peer("fast", fast, 1000), Peer("hoisted", hoisted, 1000), Peer("absent", absent))
     case = Case("op", "pallas", "shape", own, 500, None, rivals, Target("ratio", 0.55))
-    # At 100 bytes a microsecond nobody can move 1000 bytes in 9.9 us.
-    times = {own: 6.0, slow: 20.0, fast: 10.1, hoisted: 9.9}
+    # Where a copy moves 100 bytes a microsecond, nobody reads 1000 in 6.6 us.
+    times = {own: 6.0, slow: 20.0, fast: 6.8, hoisted: 6.6}
     row = measure(case, FixedTimer(times), Limits(1e8), GPU)
-    assert (row["peer"], row["peer_time_us"], row["ratio"], row["met"]) == ("fast", 10.1, 0.5941, False)
+    assert (row["peer"], row["peer_time_us"], row["ratio"], row["met"]) == ("fast", 6.8, 0.8824, False)
     assert row["limit_share"] == round(5 / 6, 4)
     hoisted_said, absent_said = caplog.messages
-    assert "hoisted took 9.9 us" in hoisted_said and "absent cannot serve: NotImplementedError: not on this device" in absent_said
-    assert measure(case, FixedTimer(times | {own: 5.4}), Limits(1e8), GPU)["met"] is True
+    assert "hoisted took 6.6 us" in hoisted_said and "absent cannot serve: NotImplementedError: not on this device" in absent_said
+    assert measure(case, FixedTimer(times | {own: 3.7}), Limits(1e8), GPU)["met"] is True
+
+
+def test_a_case_that_fails_keeps_its_row_and_the_others(caplog):
+    case = Case("op", "pallas", "shape", call("own"), 500, None, (), Target("share", 0.8))
+    row = measure(case, FixedTimer({}), Limits(1e8), GPU)
+    assert list(row) == FIELDS and row["time_us"] is None and row["limit_share"] is None and row["met"] is False and row["bytes"] == 500
+    assert "op, pallas, shape failed: NotImplementedError: not on this device" in caplog.text
+
+
+def test_memory_bound_rows_are_compared_with_a_copy_of_their_size(monkeypatch):
+    copies = []
+    monkeypatch.setattr(runner, "copy_bandwidth", lambda setting, timer, moved: copies.append(moved) or 1e9)
+    monkeypatch.setattr(elementwise, "SMALL", ONE_SHAPE)
+    rows = benchmark.run(["quantize"], small=True)
+    assert copies == sorted({row["bytes"] for row in rows}, reverse=True) and len(copies) == 2
+    assert all(row["limit_share"] == pytest.approx(row["bytes"] / 1e9 / (row["time_us"] * 1e-6), rel=0.01, abs=1e-4) for row in rows)
 
 
 def test_limits_take_the_tighter_bound():

@@ -6,7 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import NVFP4, oracle
+from pallas_kernels import MXFP4, NVFP4, oracle
+from pallas_kernels.dequantize import pairwise as dequantize_pairwise
+from pallas_kernels.dequantize import pallas as dequantize_kernel
+from pallas_kernels.dequantize import reference as dequantize_reference
 from pallas_kernels.guided_fake_quant import pairwise as guided_pairwise
 from pallas_kernels.guided_fake_quant import pallas as guided_kernel
 from pallas_kernels.guided_fake_quant import reference as guided_reference
@@ -72,6 +75,25 @@ def test_quantize_every_magnitude_under_every_scale(multiplier):
     expected_codes, expected_scales = quantize_reference.quantize(x, m[0], NVFP4)
     assert len(np.unique(np.asarray(scales))) >= 100
     assert mismatches(scales, expected_scales) == 0 and mismatches(codes, expected_codes) == 0
+
+
+@pytest.mark.parametrize("multiplier", (2.0**-9 * NUDGE, 2.0**-100, 2.0**100, 2.0**-101, 2.0**110, 2.0**-126, 0.0007))
+def test_dequantize_every_pair_of_codes_under_every_scale_byte(multiplier):
+    """Multipliers within and beyond what the rule serves; bytes that are no scales."""
+    codes = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(32, 8), (256, 32, 8)).reshape(-1, 8)
+    arguments = jnp.asarray(codes), jnp.asarray(SCALES.repeat(32)[:, None]), jnp.float32(multiplier), 16, NVFP4, jnp.bfloat16
+    within = multiplier not in (2.0**-101, 2.0**110, 2.0**-126, 0.0007)
+    assert bool(dequantize_pairwise.fits(jnp.zeros(1, jnp.int32), jnp.full(1, multiplier, jnp.float32))) is within
+    assert mismatches(dequantize_kernel.dequantize(*arguments, interpret=True), dequantize_reference.dequantize(*arguments)) == 0
+
+
+@pytest.mark.parametrize("scales", (slice(3, 253), slice(0, 256)), ids=("served", "all"))
+def test_dequantize_every_pair_of_codes_under_e8m0_scales(scales):
+    chosen = SCALES[scales]
+    codes = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (len(chosen), 16, 16)).reshape(-1, 16)
+    arguments = jnp.asarray(codes), jnp.asarray(chosen.repeat(16)[:, None]), None, 32, MXFP4, jnp.bfloat16
+    assert bool(dequantize_pairwise.fits(jnp.asarray(chosen, jnp.int32), None)) is (len(chosen) == 250)
+    assert mismatches(dequantize_kernel.dequantize(*arguments, interpret=True), dequantize_reference.dequantize(*arguments)) == 0
 
 
 def test_multipliers_of_rows():
