@@ -13,8 +13,9 @@ import pytest
 from trace_jax.config import Config
 from trace_jax.errors import UserError
 from trace_jax.metrics.weighted import WeightedMetric, combine, finalize
+from trace_jax.quantization.weights import with_rounded_experts
 from trace_jax.rl.advantages import group_advantages
-from trace_jax.train import rl
+from trace_jax.train import rl, update
 from trace_jax.train.batches import make_batch
 from trace_jax.train.checkpoint import Progress
 from trace_jax.train.clock import Clock
@@ -119,6 +120,23 @@ def test_len_06_padded_rows_change_nothing(learner, batch):
     np.testing.assert_allclose(second_logp[:3], first_logp[:3], atol=1e-5)
     counts = {name: metric.count for name, metric in first_stats.items() if hasattr(metric, "count")}
     assert_equal(counts, {name: second_stats[name].count for name in counts})
+
+
+def test_experts_are_rounded_once_for_all_micro_batches(learner, run, batch, monkeypatch):
+    """And the result is that of a forward that rounds them itself, which is what the masters' straight-through gradient is defined by."""
+    trajectories, advantages = batch
+    calls = []
+    monkeypatch.setattr(update, "with_rounded_experts", lambda *a, **k: calls.append(k["fmt"]) or with_rounded_experts(*a, **k))
+    settings = replace(learner.settings, micro_batch_tokens=16)
+    measured = run(micro_batch_tokens=16)
+    assert calls == ["nvfp4"] and len(settings.plan(trajectories.lengths())) > 1
+    whole, _ = make_batch(trajectories, [[i] for i in range(trajectories.num_sequences)], 16, 8, num_layers=2, advantages=advantages)
+    state, spec = learner.state, learner.settings.spec
+    assert spec.plan.weights == "nvfp4"
+    total = jnp.float32(int(trajectories.sampled_lengths().sum()))
+    gradient, _, _ = objective_and_gradient(state.params, state.multipliers, whole, total, spec=spec)
+    assert_same_gradient(measured.gradient, gradient)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(measured.gradient))
 
 
 def test_adv_02_zero_variance_groups_give_exactly_zero(run, batch):

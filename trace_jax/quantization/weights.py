@@ -6,6 +6,9 @@ Gate and up of one expert share a multiplier, because engines fuse the two and r
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -48,6 +51,21 @@ def fake_quant_experts(masters: ExpertWeights, fmt: Format) -> ExpertWeights:
         fake_quant(rounded.up, block, _rows(gate_up, rounded.up)),
         fake_quant(rounded.down, block, _rows(down, rounded.down)),
     )
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "dtype"))
+def with_rounded_experts(params: dict[str, Any], *, fmt: Format, dtype: str) -> dict[str, Any]:
+    """Parameters whose experts are `fake_quant_experts` of the masters, in the compute dtype, which holds them exactly.
+
+    A forward that takes them rounds no weight, so several micro-batches share one rounding; the gradient with respect to them is the
+    straight-through one with respect to the masters.
+    """
+
+    def rounded(group: dict[str, Any]) -> dict[str, Any]:
+        experts = fake_quant_experts(ExpertWeights(**group["experts"]), fmt)
+        return group | {"experts": {name: w.astype(dtype) for name, w in zip(ExpertWeights._fields, experts, strict=True)}}
+
+    return params | {"groups": {number: rounded(group) for number, group in params["groups"].items()}}
 
 
 def quantize_experts(masters: ExpertWeights, fmt: Format) -> dict[str, Quantized]:

@@ -62,9 +62,10 @@ def batch_logprobs(
 def objective_and_gradient(
     params: Params, multipliers: Multipliers, batch: TrainBatch, token_total: Float[Array, ""], *, spec: ObjectiveSpec
 ) -> tuple[Params, Float[Array, "B T"], Stats]:
-    """Gradient of the batch loss with respect to the masters, from one micro-batch.
+    """Gradient of the batch loss with respect to the parameters, from one micro-batch; float32.
 
     Args:
+      params: masters, or parameters with rounded experts under a plan that rounds no weight.
       token_total: sampled tokens of the whole batch over all micro-batches (float32).
       spec: static.
 
@@ -90,7 +91,7 @@ def objective_and_gradient(
         return loss, (fixed, stats)
 
     gradient, (logp, stats) = jax.grad(loss_fn, has_aux=True)(params)
-    return gradient, logp, stats
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient), logp, stats
 
 
 def without_guidance(batch: TrainBatch) -> TrainBatch:

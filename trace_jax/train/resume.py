@@ -18,6 +18,7 @@ MAY_CHANGE = (
     "sft",
     "guidance.audit",
     "guidance.cache_budget_mb",
+    "optimizer.decay_steps",
     "optimizer.learning_rate",
     "rollout.max_batch",
     "task.verifier_timeout_s",

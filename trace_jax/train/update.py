@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from trace_jax.errors import UserError
 from trace_jax.metrics.weighted import MaxMetric, Stats, WeightedMetric, combine
 from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
+from trace_jax.quantization.weights import with_rounded_experts
 from trace_jax.rollout.micro_batches import MicroBatch, length_buckets, plan_micro_batches
 from trace_jax.rollout.trajectories import Trajectories, token_rows
 from trace_jax.train.batches import make_batch
@@ -97,6 +98,7 @@ def measure(
     if settings.replay:
         _require_routes(trajectories, chosen)
     total = jnp.float32(max(1, int(trajectories.sampled_lengths()[chosen].sum())))
+    params, spec = _rounded_once(params, settings.spec)
     gradient, parts = None, []
     logp = np.zeros(trajectories.num_tokens, np.float32)
     for micro in settings.plan(trajectories.lengths()[chosen]):
@@ -105,15 +107,15 @@ def measure(
             [chosen[members].tolist() for members in micro.bins],
             micro.length,
             micro.rows,
-            num_layers=settings.spec.policy.config.num_layers,
+            num_layers=spec.policy.config.num_layers,
             advantages=advantages,
             logp_old=logp_old,
             replay=settings.replay,
         )
-        part, micro_logp, stats = objective_and_gradient(params, multipliers, batch, total, spec=settings.spec)
+        part, micro_logp, stats = objective_and_gradient(params, multipliers, batch, total, spec=spec)
         gradient = part if gradient is None else add_gradients(gradient, part)
         if measure_unguided and batch.guides is not None:
-            unguided = objective_and_gradient(params, multipliers, without_guidance(batch), total, spec=settings.spec)[2]
+            unguided = objective_and_gradient(params, multipliers, without_guidance(batch), total, spec=spec)[2]
             stats = stats | {f"unguided/{name}": unguided[name] for name in unguided if _is_mismatch(name)}
         parts.append(stats)
         starts = trajectories.offsets[:-1][packed.sequence_indices]
@@ -126,6 +128,14 @@ def update_policy(state: TrainState, measurement: Measurement, optimizer: optax.
     """Takes one optimizer step along a measured gradient."""
     params, opt_state, norm = apply_gradients(state.params, state.opt_state, measurement.gradient, optimizer=optimizer)
     return UpdateResult(TrainState(params, opt_state, state.multipliers), measurement.stats, float(norm))
+
+
+def _rounded_once(params: Params, spec: ObjectiveSpec) -> tuple[Params, ObjectiveSpec]:
+    """Parameters with rounded experts and an objective that does not round them again: once for all micro-batches."""
+    if spec.plan.weights == "bf16":
+        return params, spec
+    rounded = with_rounded_experts(params, fmt=spec.plan.weights, dtype=spec.policy.compute_dtype)
+    return rounded, replace(spec, plan=replace(spec.plan, weights="bf16"))
 
 
 def _pooled(stats: Stats) -> Stats:
