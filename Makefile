@@ -13,7 +13,7 @@ INPUTS := pyproject.toml constraints.txt
 .PHONY: help install quickstart test test-all parity lint format clean
 
 help:
-	@echo "make quickstart   install and run the main job on CPU (3 to 7 minutes on 2 cores)"
+	@echo "make quickstart   install and run the main job on CPU (3 to 6 minutes on 2 cores)"
 	@echo "make test         install the test extra and run the quick suite"
 	@echo "make test-all     the same with the slow tests, everything compiled as users do"
 	@echo "make parity       install torch (CPU build if there is one), transformers and triton for the parity tests"

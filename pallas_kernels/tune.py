@@ -124,7 +124,7 @@ KERNELS: dict[str, Tunable] = {
     "grouped_matmul_w4/few_rows": _grouped_w4(512),
     "grouped_matmul_w4/many_rows": _grouped_w4(8192),
     "decode_attention": Tunable(
-        {"tokens": (32, 64), "code_bytes": (4096,), "num_warps": (1, 2, 4), "num_stages": (2, 3, 4), "programs": (792, 1584, 3168)},
+        {"tokens": (32, 64), "code_bytes": (4096,), "num_warps": (1, 2), "num_stages": (3, 4, 5), "programs": (1584, 2112, 3168)},
         _attention,
         _run_attention,
     ),

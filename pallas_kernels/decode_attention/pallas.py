@@ -9,7 +9,7 @@ Head_dim is cut in eight: into halves, as the bytes of the scale words are, and 
 products, each over the words of half a row, add up to the scores; eight give every fourth value of half the output.
 
 The sequences and KV heads of a batch rarely fill a GPU, hence the splits. A program is one warp: it exchanges nothing with other warps,
-and twelve of them on a multiprocessor cover each other's waits.
+and a dozen or more of them on a multiprocessor cover each other's waits.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def choose(cache: PagedKV, interpret: bool, sizes: tilings.Sizes | None = None) 
     """The schedule for a cache.
 
     Sizes are those of the device by default: tokens and bytes of codes of a tile at most (on an H200 more than 64 tokens of
-    head_dim 128 spill registers), warps, stages, and the programs of one wave (there twelve fill the registers of a multiprocessor).
+    head_dim 128 spill registers), warps, stages, and the programs of one wave (there sixteen on a multiprocessor).
     """
     sizes = sizes or tilings.lookup("decode_attention")
     batch, max_pages = cache.page_table.shape

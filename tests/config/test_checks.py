@@ -40,6 +40,8 @@ def config(*overrides: str) -> Config:
         (["rollout.top_k=0"], "write -1"),
         (["eval.greedy=true", "eval.samples=4"], "eval.greedy"),
         (["optimizer.name=adam", "optimizer.weight_decay=0.1"], "adam has none"),
+        (["steps=20", "optimizer.decay_steps=19"], "20 in all, and from decay_steps on the learning rate is zero"),
+        (["steps=20", "optimizer.warmup_steps=20", "optimizer.decay_steps=20"], "20 updates of warm-up"),
         (["sft.stop_pass_rate=0.5", "sft.eval_every=0"], "never looked at"),
         (["train.updates_per_batch=20", "sync.max_staleness=19"], "prompts to split"),
         (["rollout.max_prompt_tokens=5000"], "write 5064 or more"),
