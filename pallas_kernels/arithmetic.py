@@ -157,6 +157,14 @@ def stored_value(
     return jnp.where(product < SMALLEST_NORMAL, 0.0, signed).astype(dtype)
 
 
+def nearest_bf16(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """Float32 values rounded to the nearest bfloat16 value, as float32. Subnormals are rounded, infinities kept, NaN stays NaN."""
+    bits = float_bits(x)
+    # The carry of a NaN's low bits could reach the sign, so NaN gets its quiet bit and loses the rest first.
+    is_nan = (bits & 0x7FFFFFFF) > INFINITY_BITS
+    return bits_float(jnp.where(is_nan, (bits | 0x400000) & -0x10000, round_bits_to_bf16(bits)))
+
+
 def round_bits_to_bf16(bits: Int[Array, "*s"]) -> Int[Array, "*s"]:
     """Float32 bits rounded to eight significant bits, ties to even. Infinity stays, and so does NaN if its low bits are zero."""
     return (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000

@@ -85,11 +85,15 @@ class Groups:
         return pl.BlockSpec((self.tile, array.shape[1]), lambda i: (i, 0))
 
     def call(self, body, inputs, outputs, whole=()):
-        """Runs `body(*input_refs, *whole_refs, *output_refs)` once for each tile; arrays in `whole` are not cut into tiles."""
+        """Runs `body(*input_refs, *whole_refs, *output_refs)` once for each tile; arrays in `whole` are not cut into tiles.
+
+        Inputs and `whole` may hold tuples of arrays, of which the body gets tuples of refs.
+        """
+        uncut = pl.BlockSpec(memory_space=pl.ANY)
         return pl.pallas_call(
             body,
             grid=(self.padded // self.tile,),
-            in_specs=[self.spec(array) for array in inputs] + [pl.BlockSpec(memory_space=pl.ANY) for _ in whole],
+            in_specs=[*jax.tree.map(self.spec, list(inputs)), *jax.tree.map(lambda _: uncut, list(whole))],
             out_specs=[self.spec(array) for array in outputs],
             out_shape=list(outputs),
             compiler_params=pltriton.CompilerParams(num_warps=self.num_warps),
@@ -104,12 +108,21 @@ class Groups:
         """Inside a body: the row value of each group, or [1]; so no pass before the kernel writes one for every group."""
         if ref.shape[0] == 1:
             return ref[...]
-        group = pl.program_id(0) * self.tile + jax.lax.broadcasted_iota(jnp.int32, (self.tile,), 0)
-        return ref[jax.lax.div(jnp.minimum(group, self.count - 1), self.blocks)]
+        return ref[jax.lax.div(self._numbers(), self.blocks)]
+
+    def of_columns(self, ref: jax.Ref, octet: slice) -> Shaped[Array, "n 8"]:
+        """Inside a body: an octet of each group from a row that all rows of the tensor share, padded to whole blocks."""
+        column = jax.lax.rem(self._numbers(), self.blocks) * self.fmt.block + octet.start
+        return ref[column[:, None] + jax.lax.broadcasted_iota(jnp.int32, (1, 8), 1)]
 
     def out(self, width: int, dtype) -> jax.ShapeDtypeStruct:
         """An output with `width` entries for each group; one entry makes a vector."""
         return jax.ShapeDtypeStruct((self.padded,) if width == 1 else (self.padded, width), dtype)
+
+    def _numbers(self) -> Int[Array, " n"]:
+        """Inside a body: the numbers of its groups; that of the last one stands for those after it."""
+        group = pl.program_id(0) * self.tile + jax.lax.broadcasted_iota(jnp.int32, (self.tile,), 0)
+        return jnp.minimum(group, self.count - 1)
 
     def _padded(self, groups: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         missing = self.padded - groups.shape[0]

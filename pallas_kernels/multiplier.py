@@ -50,6 +50,12 @@ def resolve_multiplier(
     return align_multiplier(multiplier, x.shape[:-1])
 
 
+def require_multiplier(fmt: BlockFormat, multiplier: Float[ArrayLike, "*m"] | None) -> None:
+    """Raises ValueError if a format's multiplier is missing, for ops whose tensor is not in memory to take one from."""
+    if fmt.has_multiplier and multiplier is None:
+        raise ValueError(f"{fmt.name} needs a multiplier before the values exist; pass multiplier=, e.g. the calibrated one")
+
+
 def align_multiplier(multiplier: Float[ArrayLike, "*m"], rows: tuple[int, ...]) -> Float[Array, "*aligned"]:
     """A multiplier as float32 with one axis for every axis of `rows` (a scalar stays a scalar)."""
     result = jnp.asarray(multiplier).astype(jnp.float32)

@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike
 
 from pallas_kernels.containers import Guide, Quantized
 from pallas_kernels.formats import E2M1_MIDPOINTS, E2M1_VALUES, E4M3_NAN, E8M0_NAN, RECIPROCAL_SIX, BlockFormat
+from pallas_kernels.swiglu_fake_quant.rule import LINE, LOG2_E, LOWEST, NEWTON, POWER_OF_TWO
 
 Multiplier: TypeAlias = Float[np.ndarray | np.floating | float, "*#rows"]
 """Decode multiplier that broadcasts against the rows."""
@@ -120,6 +121,36 @@ def fake_quant_fp8(x: Float[np.ndarray, "*rows d"], *, block: int | None = 128) 
         return _joined(value, size).astype(np.float32).astype(x.dtype)
 
 
+def rms_norm(
+    x: Float[np.ndarray, "*rows d"], weight: Float[np.ndarray, " d"], inverse: Float[np.ndarray, "*rows 1"]
+) -> Float[np.ndarray, "*rows d"]:
+    """x normalised by 1 / rms of its rows, which is given: the order of a sum is nobody's contract."""
+    with np.errstate(all="ignore"):
+        return _float32(_float32(_float64(x) * inverse) * _float64(weight)).astype(x.dtype)
+
+
+def sigmoid(x: Float[np.ndarray, "*s"]) -> Float[np.ndarray, "*s"]:
+    """The sigmoid of `swiglu_fake_quant.rule`, of bfloat16 values, as float64."""
+    magnitude = np.minimum(np.abs(_float64(x)), 2 * LOWEST)
+    power = np.rint(magnitude * LOG2_E[0])
+    fraction = _float32((magnitude * LOG2_E[0] - power) + magnitude * LOG2_E[1])
+    total = np.zeros(())
+    for coefficient in POWER_OF_TWO[::-1]:
+        total = _float32(_less_last_bit(total * fraction) + _float32(coefficient))
+    exponential = np.where(magnitude > LOWEST, 0.0, np.ldexp(total, -np.where(np.isnan(power), 0, power).astype(int)))
+    divisor = _float32(1 + exponential)
+    inverse = _float32(_float32(LINE[0]) - _less_last_bit(_float32(LINE[1]) * divisor))
+    for two in NEWTON:
+        inverse = _float32(inverse * _float32(_float32(two) - _less_last_bit(inverse * divisor)))
+    return np.where(x < 0, _float32(inverse * exponential), inverse)
+
+
+def swiglu(gate: Float[np.ndarray, "*s"], up: Float[np.ndarray, "*s"]) -> Float[np.ndarray, "*s"]:
+    """gate sigmoid(gate) up, in the dtype of gate."""
+    with np.errstate(all="ignore"):
+        return _float32(_float32(_float64(gate) * sigmoid(gate)) * _float64(up)).astype(gate.dtype)
+
+
 def pack_codes(codes: Integer[np.ndarray, "*rows d"]) -> UInt8[np.ndarray, "*rows bytes"]:
     """Two codes a byte, low nibble first."""
     codes = _pad(np.asarray(codes), codes.shape[-1] + codes.shape[-1] % 2)
@@ -157,6 +188,16 @@ def _float64(x):
     """Exact float64 of x with float32 subnormals set to (signed) zero."""
     with np.errstate(invalid="ignore"):  # NumPy warns about signalling NaN bit patterns
         return _flushed(np.asarray(x).astype(np.float64))
+
+
+def _float32(x):
+    """x rounded to float32, subnormals set to zero, as float64."""
+    return _float64(np.asarray(x).astype(np.float32))
+
+
+def _less_last_bit(x):
+    """x rounded to float32 without its last bit."""
+    return (_float32(x).astype(np.float32).view(np.uint32) & 0xFFFFFFFE).view(np.float32).astype(np.float64)
 
 
 def _flushed(x):

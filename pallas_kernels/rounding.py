@@ -4,17 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arithmetic import INFINITY_BITS, bits_float, float_bits, round_bits_to_bf16
+from pallas_kernels.arithmetic import INFINITY_BITS, float_bits, nearest_bf16
 
-
-@jax.custom_vjp
-def _round(x):
-    bits = float_bits(x)
-    # The carry of a NaN's low bits could reach the sign, so NaN gets its quiet bit and loses the rest first.
-    is_nan = (bits & 0x7FFFFFFF) > INFINITY_BITS
-    return bits_float(jnp.where(is_nan, (bits | 0x400000) & -0x10000, round_bits_to_bf16(bits)))
-
-
+_round = jax.custom_vjp(nearest_bf16)
 _round.defvjp(lambda x: (_round(x), None), lambda _, cotangent: (cotangent,))
 
 

@@ -14,6 +14,7 @@ from pallas_kernels.benchmark.timing import Timer
 
 CASES: dict[str, Callable[[Setting], Iterator[Case]]] = {
     **{op: functools.partial(elementwise.cases, op) for op in elementwise.TARGETS},
+    **{op: functools.partial(elementwise.fused, op) for op in elementwise.FUSED},
     "grouped_matmul": products.grouped,
     "grouped_matmul_w4a16": products.grouped_w4,
     "matmul_w4": products.single_w4,
@@ -23,6 +24,9 @@ CASES: dict[str, Callable[[Setting], Iterator[Case]]] = {
 """Op -> the measurements it is made of."""
 
 OPS = tuple(CASES)
+
+MEMORY_BOUND = (*elementwise.TARGETS, *elementwise.FUSED, "kv_append")
+"""Those without products."""
 
 CALLS = 6
 """Calls in one program on a GPU."""
@@ -51,7 +55,7 @@ def run(ops: list[str] | None = None, small: bool = False, note: Callable[[str],
         raise ValueError(f"unknown op {', '.join(unknown)}; write one of {', '.join(OPS)}")
     setting = Setting(small, jax.default_backend() == "gpu")
     timer = Timer(1 if setting.toy else CALLS)
-    limits = measure_limits(setting, timer, products=any(op not in (*elementwise.TARGETS, "kv_append") for op in chosen))
+    limits = measure_limits(setting, timer, products=any(op not in MEMORY_BOUND for op in chosen))
     # What memory binds is compared with a copy of its own size.
     bandwidth = functools.cache(functools.partial(copy_bandwidth, setting, timer))
     rows = []

@@ -10,17 +10,27 @@ from pallas_kernels.arithmetic import float_bits, magnitude_bits, stored_value
 from pallas_kernels.fake_quant.rule import nearest_terms
 from pallas_kernels.formats import BlockFormat
 from pallas_kernels.groups import Groups, block_amax, octets, plan, rounding_of
+from pallas_kernels.sources import Source, stored
 
 
-def _body(x_ref, *refs, fmt: BlockFormat, groups: Groups):
+def _body(tiles, whole, *refs, source: Source, groups: Groups):
     *multiplier_ref, out_ref = refs
-    parts = [x_ref[:, octet].astype(jnp.float32) for octet in octets(x_ref)]
+    loaded = source.read(tiles, whole)
+    multiplier = groups.of_rows(multiplier_ref[0])[:, None] if multiplier_ref else None
+    parts = [part.astype(jnp.float32) for part in source.octets(loaded)]
     magnitudes = [magnitude_bits(x) for x in parts]
     amax = block_amax(magnitudes)
-    multiplier = groups.of_rows(multiplier_ref[0])[:, None] if fmt.has_multiplier else None
-    for octet, x, magnitude in zip(octets(x_ref), parts, magnitudes, strict=True):
-        value, factor, pre = nearest_terms(magnitude, amax, multiplier, fmt, rounding_of(x_ref.dtype))
+    for octet, x, magnitude in zip(octets(out_ref), parts, magnitudes, strict=True):
+        value, factor, pre = nearest_terms(magnitude, amax, multiplier, groups.fmt, rounding_of(out_ref.dtype))
         out_ref[:, octet] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
+
+
+def rounded(source: Source, groups: Groups, multiplier: Float[Array, "*#rows"] | None) -> Float[Array, "*rows d"]:
+    """The values of a source rounded to the format of the groups."""
+    row_values = [] if multiplier is None else [groups.row_values(multiplier)]
+    body = functools.partial(_body, source=source, groups=groups)
+    (out,) = groups.call(body, [source.tiles], [groups.out(groups.fmt.block, source.dtype)], [source.whole, *row_values])
+    return groups.to_last(out, groups.size)
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "interpret", "tile"))
@@ -33,7 +43,4 @@ def fake_quant(
 ) -> Float[Array, "*rows d"]:
     """x rounded to the format, as the reference. Raises NotImplementedError (see `groups.plan`)."""
     groups = plan(x.shape, fmt, interpret, tile)
-    whole = [] if multiplier is None else [groups.row_values(multiplier)]
-    body = functools.partial(_body, fmt=fmt, groups=groups)
-    (out,) = groups.call(body, [groups.from_last(x, fmt.block)], [groups.out(fmt.block, x.dtype)], whole)
-    return groups.to_last(out, groups.size)
+    return rounded(stored(x, groups), groups, multiplier)

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.blocks import check_input
 from pallas_kernels.containers import GUIDE_KINDS, Guide
@@ -44,22 +44,24 @@ def guided_fake_quant(
       ValueError: the record does not fit x or the format.
     """
     check_input(x)
-    _check_guide(x, guide, fmt)
-    rows = x.shape[:-1]
+    check_guide(x, guide, fmt)
     if fmt.has_multiplier and multiplier is None and guide.multiplier is None:
         raise ValueError(f"{fmt.name} guidance needs the multiplier of the rollout; pass multiplier= or a guide that has one")
     own = resolve_multiplier(x, fmt, multiplier)
-    rollout = own
-    if guide.multiplier is not None:
-        rollout = align_multiplier(guide.multiplier, rows)
+    return _guided(x, *record_arrays(guide, x.shape[:-1], own), guide.kind, fmt, implementation)
+
+
+def record_arrays(guide: Guide, rows: tuple[int, ...], own: Float[Array, "*#rows"] | None) -> tuple[Shaped[Array, "..."] | None, ...]:
+    """(data, scales, valid, multiplier, rollout's multiplier) as the implementations take them, from a guide that fits."""
+    rollout = own if guide.multiplier is None else align_multiplier(guide.multiplier, rows)
     valid = jnp.asarray(guide.valid, dtype=bool)
     if valid.ndim:
         valid = jnp.broadcast_to(valid.reshape((1,) * (len(rows) - valid.ndim) + valid.shape), rows)
-    data = None if guide.kind == "scales" else guide.data
-    return _guided(x, data, guide.scales, valid, own, rollout, guide.kind, fmt, implementation)
+    return None if guide.kind == "scales" else guide.data, guide.scales, valid, own, rollout
 
 
-def _check_guide(x: Float[Array, "*rows d"], guide: Guide, fmt: BlockFormat) -> None:
+def check_guide(x: Float[Array, "*rows d"], guide: Guide, fmt: BlockFormat) -> None:
+    """Raises ValueError for a record that does not fit x or the format."""
     rows, size = x.shape[:-1], x.shape[-1]
     if guide.kind not in GUIDE_KINDS:
         raise ValueError(f"unknown guide kind {guide.kind!r}; write one of {', '.join(GUIDE_KINDS)}")

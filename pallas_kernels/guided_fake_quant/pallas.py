@@ -13,20 +13,23 @@ from pallas_kernels.groups import Groups, block_amax, octets, plan, rounding_of
 from pallas_kernels.guided_fake_quant import pairwise
 from pallas_kernels.guided_fake_quant.rule import guided_terms
 from pallas_kernels.pair_terms import amax_bits
+from pallas_kernels.sources import Source, stored
 from pallas_kernels.words import bytes_word, word_bits, word_codes
 
 
-def _body(x_ref, scales_ref, *refs, kind: str, fmt: BlockFormat, groups: Groups):
-    *record_ref, valid_ref, own_ref, rollout_ref, out_ref = refs if fmt.has_multiplier else (*refs[:-1], None, None, refs[-1])
-    slices = octets(x_ref)
-    parts = [x_ref[:, octet] for octet in slices]
+def _body(tiles, scales_ref, *refs, source: Source, kind: str, groups: Groups):
+    fmt = groups.fmt
+    *record_ref, whole, valid_ref, own_ref, rollout_ref, out_ref = refs if fmt.has_multiplier else (*refs[:-1], None, None, refs[-1])
+    slices = octets(out_ref)
+    loaded = source.read(tiles, whole)
     scales = scales_ref[...].astype(jnp.int32)
     valid = groups.of_rows(valid_ref)
     own, rollout = (None if ref is None else groups.of_rows(ref) for ref in (own_ref, rollout_ref))
     mantissas = bytes_word(record_ref[0][...]) if kind == "mantissa" else None
+    parts = source.octets(loaded)
 
     def general():
-        of_block, of_value = (scales[:, None], valid[:, None], _column(own), _column(rollout)), (kind, fmt, rounding_of(x_ref.dtype))
+        of_block, of_value = (scales[:, None], valid[:, None], _column(own), _column(rollout)), (kind, fmt, rounding_of(out_ref.dtype))
         values = [part.astype(jnp.float32) for part in parts]
         amax = block_amax([magnitude_bits(x) for x in values])
         for number, (octet, x) in enumerate(zip(slices, values, strict=True)):
@@ -39,11 +42,12 @@ def _body(x_ref, scales_ref, *refs, kind: str, fmt: BlockFormat, groups: Groups)
             out_ref[:, octet] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
 
     def in_pairs(mantissas, own, rollout):
-        constants = pairwise.guided_constants(amax_bits(parts, groups.interpret), scales, valid, own, rollout)
-        for octet, part, record in zip(slices, parts, pairwise.record_words(mantissas), strict=True):
+        stored_parts = [part.astype(jnp.bfloat16) for part in parts]
+        constants = pairwise.guided_constants(amax_bits(stored_parts, groups.interpret), scales, valid, own, rollout)
+        for octet, part, record in zip(slices, stored_parts, pairwise.record_words(mantissas), strict=True):
             out_ref[:, octet] = pairs.apply(pairwise.guided, [part], [record, *constants], jnp.bfloat16, groups.interpret)
 
-    bfloat16_nvfp4 = x_ref.dtype == jnp.bfloat16 and fmt.block == NVFP4.block
+    bfloat16_nvfp4 = out_ref.dtype == jnp.bfloat16 and fmt.block == NVFP4.block
     if bfloat16_nvfp4 and mantissas is not None and own is not None and rollout is not None:
         jax.lax.cond(pairwise.fits(own, rollout), functools.partial(in_pairs, mantissas, own, rollout), general)
     else:
@@ -52,6 +56,27 @@ def _body(x_ref, scales_ref, *refs, kind: str, fmt: BlockFormat, groups: Groups)
 
 def _column(value: Shaped[Array, " n"] | None) -> Shaped[Array, "n 1"] | None:
     return None if value is None else value[:, None]
+
+
+def rounded(
+    source: Source,
+    groups: Groups,
+    kind: str,
+    data: UInt8[Array, "*rows bytes"] | None,
+    scales: UInt8[Array, "*rows blocks"],
+    valid: Bool[Array, "*#rows"],
+    multiplier: Float[Array, "*#rows"] | None,
+    rollout_multiplier: Float[Array, "*#rows"] | None,
+) -> Float[Array, "*rows d"]:
+    """The values of a source rounded under the record."""
+    inputs, whole = [source.tiles, groups.from_last(scales, 1)[:, 0]], [source.whole, groups.row_values(valid)]
+    if multiplier is not None and rollout_multiplier is not None:
+        whole += [groups.row_values(multiplier), groups.row_values(rollout_multiplier)]
+    if data is not None:
+        inputs.append(groups.from_last(data, groups.fmt.block // (8 if kind == "mantissa" else 2)))
+    body = functools.partial(_body, source=source, kind=kind, groups=groups)
+    (out,) = groups.call(body, inputs, [groups.out(groups.fmt.block, source.dtype)], whole)
+    return groups.to_last(out, groups.size)
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "fmt", "interpret"))
@@ -68,11 +93,4 @@ def guided_fake_quant(
 ) -> Float[Array, "*rows d"]:
     """x rounded under the record, as the reference. Raises NotImplementedError (see `groups.plan`)."""
     groups = plan(x.shape, fmt, interpret)
-    inputs, whole = [groups.from_last(x, fmt.block), groups.from_last(scales, 1)[:, 0]], [groups.row_values(valid)]
-    if multiplier is not None and rollout_multiplier is not None:
-        whole += [groups.row_values(multiplier), groups.row_values(rollout_multiplier)]
-    if data is not None:
-        inputs.append(groups.from_last(data, fmt.block // (8 if kind == "mantissa" else 2)))
-    body = functools.partial(_body, kind=kind, fmt=fmt, groups=groups)
-    (out,) = groups.call(body, inputs, [groups.out(fmt.block, x.dtype)], whole)
-    return groups.to_last(out, groups.size)
+    return rounded(stored(x, groups), groups, kind, data, scales, valid, multiplier, rollout_multiplier)

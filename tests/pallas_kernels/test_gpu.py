@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import NVFP4, fake_quant
+from tests.pallas_kernels.base_fused import RmsNormBase, SourcesBase, SwigluBase
 from tests.pallas_kernels.base_guided import GuidedBase
 from tests.pallas_kernels.base_quantize import FakeQuantTransformsBase, QuantizeBase
 from tests.pallas_kernels.cases import mismatches, normal
@@ -17,11 +18,11 @@ from tests.pallas_kernels.cases import mismatches, normal
 pytestmark = pytest.mark.gpu
 
 
-class TestReferenceOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase):
+class TestReferenceOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase, RmsNormBase, SwigluBase):
     implementation = "reference"
 
 
-class TestPallasOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase):
+class TestPallasOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase, RmsNormBase, SwigluBase, SourcesBase):
     implementation = "pallas"
 
 

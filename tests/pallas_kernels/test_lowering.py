@@ -12,6 +12,8 @@ from pallas_kernels.dequantize.pallas import dequantize
 from pallas_kernels.fake_quant.pallas import fake_quant
 from pallas_kernels.guided_fake_quant.pallas import guided_fake_quant
 from pallas_kernels.quantize.pallas import quantize
+from pallas_kernels.rms_norm_fake_quant.pallas import rms_norm_fake_quant
+from pallas_kernels.swiglu_fake_quant.pallas import swiglu_fake_quant
 from tests.pallas_kernels.cases import FORMATS
 
 Shape = jax.ShapeDtypeStruct
@@ -64,3 +66,17 @@ def test_guided_rounding_lowers_for_cuda(fmt, kind, per_byte):
             *(x, data, scales, Shape(rows, jnp.bool_), m),
         )
         assert "triton" in text
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_fused_rounding_lowers_for_cuda(fmt):
+    rows, size = (3, 5), 50
+    x, weight, inverse = Shape((*rows, size), jnp.bfloat16), Shape((size,), jnp.float32), Shape((*rows, 1), jnp.float32)
+    record = Shape((*rows, -(-size // 8)), jnp.uint8), Shape((*rows, fmt.scales_bytes(size)), jnp.uint8), Shape(rows, jnp.bool_)
+    for m in multipliers(fmt, rows):
+        assert "triton" in lowered(lambda x, m: swiglu_fake_quant(x, x, m, fmt, interpret=False), x, m)
+        for kind, rounding in ((None, (m,)), ("mantissa", (*record, m, m))):
+            text = lowered(
+                lambda x, w, i, r, kind=kind: rms_norm_fake_quant(x, w, i, r, kind, fmt, interpret=False), x, weight, inverse, rounding
+            )
+            assert "triton" in text

@@ -1,0 +1,63 @@
+"""The norm as a source of the rounding kernels: x is read once, and only the rounded values are written."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt16
+
+from pallas_kernels.arithmetic import bits_float, nearest_bf16
+from pallas_kernels.blocks import pad_last
+from pallas_kernels.fake_quant import pallas as nearest
+from pallas_kernels.formats import BlockFormat
+from pallas_kernels.groups import Groups, octets, plan
+from pallas_kernels.guided_fake_quant import pallas as guided
+from pallas_kernels.rms_norm_fake_quant.rule import scaled
+from pallas_kernels.sources import Source, require_bfloat16
+
+
+def normalized(x: Float[Array, "*rows d"], weight: Float[Array, " d"], inverse_rms: Float[Array, "*rows 1"], groups: Groups) -> Source:
+    """x normalised."""
+
+    def read(tiles, whole):
+        high_ref, low_ref, inverse_ref = whole
+        slices = octets(tiles[0])
+        parts = [tiles[0][:, octet] for octet in slices]
+        halves = [(groups.of_columns(high_ref, octet), groups.of_columns(low_ref, octet)) for octet in slices]
+        return parts, halves, groups.of_rows(inverse_ref)[:, None]
+
+    def values(loaded):
+        parts, halves, inverse = loaded
+        return [nearest_bf16(scaled(part.astype(jnp.float32), inverse, _joined(*half))) for part, half in zip(parts, halves, strict=True)]
+
+    whole = (*_halves(pad_last(weight, groups.blocks * groups.fmt.block)), groups.row_values(inverse_rms[..., 0]))
+    return Source((groups.from_last(x, groups.fmt.block),), whole, read, values, x.dtype)
+
+
+def _halves(weight: Float[Array, " d"]) -> tuple[UInt16[Array, " d"], UInt16[Array, " d"]]:
+    """High and low halves of float32 weights: a thread then loads eight of each as it does of x, and keeps whole octets."""
+    halves = jax.lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.uint16)
+    return halves[:, 1], halves[:, 0]
+
+
+def _joined(high: UInt16[Array, "n 8"], low: UInt16[Array, "n 8"]) -> Float[Array, "n 8"]:
+    words: tuple[Int[Array, "n 8"], ...] = (high.astype(jnp.int32), low.astype(jnp.int32))
+    return bits_float((words[0] << 16) | words[1])
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "fmt", "interpret"))
+def rms_norm_fake_quant(
+    x: Float[Array, "*rows d"],
+    weight: Float[Array, " d"],
+    inverse_rms: Float[Array, "*rows 1"],
+    rounding: tuple[Any, ...],
+    kind: str | None,
+    fmt: BlockFormat,
+    interpret: bool | None = None,
+) -> Float[Array, "*rows d"]:
+    """The rounded norm, as the reference. Raises NotImplementedError (see `groups.plan`), also for x that is not bfloat16."""
+    require_bfloat16(x)
+    groups = plan(x.shape, fmt, interpret)
+    source = normalized(x, weight, inverse_rms, groups)
+    return nearest.rounded(source, groups, *rounding) if kind is None else guided.rounded(source, groups, kind, *rounding)

@@ -1,0 +1,44 @@
+"""Where a rounding kernel takes its values from: memory, or arithmetic on what is there, which then costs no pass of its own."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.groups import Groups, octets
+
+
+class Source(NamedTuple):
+    """The values of a tensor, as a Pallas body gets them.
+
+    Args:
+      tiles: arrays of groups, of which a program gets its tile.
+      whole: arrays that every program may read.
+      read: loads what belongs to the program's groups, given the refs of both. Apart, since a load behind a wait halves the speed: a body
+        reads everything before it computes.
+      octets: from that to the octets of the groups, in the dtype or, holding values of the dtype, in float32.
+      dtype: of the tensor.
+    """
+
+    tiles: tuple[Array, ...]
+    whole: tuple[Array, ...]
+    read: Callable[[Any, Any], Any]
+    octets: Callable[[Any], list[Float[Array, "n 8"]]]
+    dtype: DTypeLike
+
+
+def stored(x: Float[Array, "*rows d"], groups: Groups) -> Source:
+    """A tensor in memory."""
+
+    def read(tiles, whole):
+        return [tiles[0][:, octet] for octet in octets(tiles[0])]
+
+    return Source((groups.from_last(x, groups.fmt.block),), (), read, lambda parts: parts, x.dtype)
+
+
+def require_bfloat16(x: Float[Array, "..."]) -> None:
+    """Raises NotImplementedError for another dtype: the arithmetic of the sources ends in a rounding to bfloat16."""
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"the fused Pallas kernels take bfloat16, not {x.dtype}; take implementation='reference' or None")
