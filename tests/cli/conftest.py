@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,17 +52,9 @@ def program(environment: dict[str, str]) -> Program:
 def folder(tmp_path_factory: pytest.TempPathFactory, program: Program) -> Path:
     """A folder with `config.yaml`, the cold start `sft` and the trained run `run`, and what the program printed as `*.json`."""
     path = tmp_path_factory.mktemp("commands")
-    # Workers of pytest-xdist have folders side by side; the first one that is done trains for all.
-    trained = tmp_path_factory.getbasetemp().parent / "trained" if "PYTEST_XDIST_WORKER" in os.environ else None
-    if trained is not None and trained.exists():
-        return Path(shutil.copytree(trained, path, dirs_exist_ok=True))
     (path / "config.yaml").write_text(CONFIG)
     for command, out, overrides in (("sft", "sft", []), ("train", "run", [f"model.source={path / 'sft'}"])):
         done = program(command, path / "config.yaml", *overrides, "--out", path / out, "--json")
         assert done.returncode == 0, done.stderr
         (path / f"{out}.json").write_text(json.dumps({"stdout": done.stdout, "stderr": done.stderr}))
-    if trained is not None:
-        copy = Path(shutil.copytree(path, tmp_path_factory.mktemp("trained") / "copy"))
-        with contextlib.suppress(OSError):  # another worker was faster
-            copy.rename(trained)
     return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -78,18 +77,11 @@ def test_commands_with_results(folder: Path, program: Program, arguments: list[s
 def test_ctrl_c_is_one_line(folder: Path, environment: dict[str, str]) -> None:
     """A terminal sends the interrupt to every process of the group, so the verifiers get it too."""
     command = [sys.executable, "-m", "trace_jax", "eval", "run", "--max-prompts", "200", "--samples", "64"]
-    # What a shell starts in the background ignores the interrupt, and so would its children.
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background program, and its children, ignore it
     with subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=heed,
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as running:
+        signal.signal(signal.SIGINT, former)
         assert running.stderr is not None and running.stdout is not None
         assert running.stderr.readline() == "reading run ...\n"
         assert running.stderr.readline().startswith("generating")

@@ -21,6 +21,7 @@ from typer.main import get_command
 
 from trace_jax import __version__
 from trace_jax.cli.common import Interrupted, exit_code_of, quiet_dependencies
+from trace_jax.errors import UserError
 
 COMMANDS = {
     "train": "trace_jax.cli.train:train",
@@ -44,6 +45,21 @@ def commands() -> dict[str, str]:
     return COMMANDS | {point.name: point.value for point in entry_points(group=COMMAND_GROUP) if point.name not in COMMANDS}
 
 
+def _broken(name: str, error: Exception) -> Any:
+    """A command in place of one whose entry point leads nowhere: `--help` still lists every command, and this one says what is wrong."""
+    (point, *_) = entry_points(group=COMMAND_GROUP, name=name)
+    package = point.dist.name if point.dist is not None else "its package"
+    single = typer.Typer(add_completion=False)
+
+    @single.command(name, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, help=f"Broken: reinstall {package}.")
+    def refuse() -> None:
+        raise UserError(
+            f"command {name}: the entry point {point.value} of {package} cannot be loaded ({error}); reinstall it, or remove it"
+        )
+
+    return get_command(single)
+
+
 class _LazyGroup(TyperGroup):
     """A group that imports a command's file when the command is asked for."""
 
@@ -59,8 +75,14 @@ class _LazyGroup(TyperGroup):
         if target is None:
             return None
         module, _, function = target.partition(":")
+        try:
+            command = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            if cmd_name in COMMANDS:
+                raise
+            return _broken(cmd_name, error)
         single = typer.Typer(add_completion=False)
-        single.command(cmd_name)(getattr(importlib.import_module(module), function))
+        single.command(cmd_name)(command)
         return get_command(single)
 
     def invoke(self, ctx: Any) -> Any:

@@ -34,12 +34,13 @@ def parse_layers(value: Any) -> LayerSpec:
     raise ValueError(f"write {GRAMMAR}")
 
 
-def resolve_layers(spec: LayerSpec | Sequence[int], num_layers: int) -> tuple[int, ...]:
+def resolve_layers(spec: LayerSpec | Sequence[int], num_layers: int, key: str = "guidance.layers") -> tuple[int, ...]:
     """Global layer ids, ascending, of a specification.
 
     Args:
       spec: `all`; `last_half` (ids >= L // 2); `last:N`; `first:N`; or ids.
       num_layers: L.
+      key: what the user wrote it for, named in errors.
 
     Raises:
       UserError: the specification is not of the grammar, or asks for layers that the model does not have.
@@ -47,7 +48,7 @@ def resolve_layers(spec: LayerSpec | Sequence[int], num_layers: int) -> tuple[in
     try:
         spec = parse_layers(spec)
     except ValueError as error:
-        raise UserError(f"guidance.layers is {spec!r}; {error}") from None
+        raise UserError(f"{key} is {spec!r}; {error}") from None
     if not isinstance(spec, str):
         chosen = spec
     elif spec == "all":
@@ -59,7 +60,5 @@ def resolve_layers(spec: LayerSpec | Sequence[int], num_layers: int) -> tuple[in
         chosen = tuple(range(int(count))) if word == "first" else tuple(range(num_layers - int(count), num_layers))
     if chosen[0] < 0 or chosen[-1] >= num_layers:
         shown = spec if isinstance(spec, str) else list(spec)
-        raise UserError(
-            f"guidance.layers is {shown}, but the model has {num_layers} layers; write ids 0 to {num_layers - 1} or fewer layers"
-        )
+        raise UserError(f"{key} is {shown}, but the model has {num_layers} layers; write ids 0 to {num_layers - 1} or fewer layers")
     return chosen

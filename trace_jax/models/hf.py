@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,24 +103,33 @@ def save_hf_directory(
     target, stored = Path(os.path.abspath(path)), np.dtype(dtype)
     if stored.name not in STORED_DTYPES:
         raise UserError(f"dtype {stored.name} cannot be stored; write one of {', '.join(STORED_DTYPES)}")
-    hf_config, mapping = _module(family, "hf_config"), _module(family, "params")
+    mapping = _module(family, "params")
     carried = [] if tokenizer_dir is None else carried_files(tokenizer_dir)
     if tokenizer_dir is not None and not carried:
         raise UserError(f"{tokenizer_dir} holds no tokenizer or generation file such as tokenizer.json; give a tokenizer directory")
-    with _appearing(target) as directory:
+    with appearing_directory(target) as directory:
         write_tensors(directory, mapping.hf_names(config), mapping.to_hf_tensors(config, params), stored, max_shard_bytes)
-        config_json = {**hf_config.to_hf(config), "torch_dtype": stored.name}
-        (directory / "config.json").write_text(json.dumps(config_json, indent=2, sort_keys=True) + "\n")
+        write_config(directory, family, config, torch_dtype=stored.name)
         for file in carried:
             shutil.copyfile(file, directory / file.name)
 
 
+def write_config(directory: Path, family: str, config: Any, **values: Any) -> None:
+    """Writes `config.json` of a family's config, with further keys."""
+    config_json = {**_module(family, "hf_config").to_hf(config), **values}
+    (directory / "config.json").write_text(json.dumps(config_json, indent=2, sort_keys=True) + "\n")
+
+
 @contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """A new directory beside `target` that takes its name on success and vanishes on failure."""
+def appearing_directory(target: Path) -> Iterator[Path]:
+    """A new directory `<target>.partial-...` that takes the target's name on success and vanishes on failure.
+
+    Raises:
+      UserError: the target exists and is not an empty directory, or the disk refuses.
+    """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target} exists and is not an empty directory; remove it or choose another name")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    temporary = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     try:
         temporary.mkdir(parents=True)
         yield temporary

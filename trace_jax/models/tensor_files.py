@@ -137,22 +137,31 @@ def write_tensors(
     stream = iter(tensors)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = shard_name(number, len(shards))
         shard = {}
         for expected in names:
             name, values = next(stream)
             if name != expected:
                 raise ValueError(f"tensor {name} came where {expected} was planned; give shapes and tensors in one order")
-            shard[name] = _narrow(name, values, dtype)
+            shard[name] = narrowed(name, values, dtype)
             weight_map[name] = file
         try:
             save_file(shard, directory / file, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from error
     if len(shards) > 1:
-        total = sum(int(np.prod(shape)) for _, shape in shapes) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        write_index(directory, weight_map, sum(int(np.prod(shape)) for _, shape in shapes) * dtype.itemsize)
+
+
+def shard_name(number: int, count: int) -> str:
+    """File name of shard `number` (from 1) of `count`."""
+    return SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(directory: Path, weight_map: dict[str, str], total_bytes: int) -> None:
+    """The index of a directory of several shards: the file of each tensor and the size of all."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def plan_shards(shapes: NamedShapes, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
@@ -192,7 +201,12 @@ def listed(names: list[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _narrow(name: str, values: Float[np.ndarray, "*shape"], dtype: np.dtype) -> Float[np.ndarray, "*shape"]:
+def narrowed(name: str, values: Float[np.ndarray, "*shape"], dtype: np.dtype) -> Float[np.ndarray, "*shape"]:
+    """A float32 tensor in its stored type, rounded to nearest even.
+
+    Raises:
+      UserError: a value is not finite in `dtype`.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = np.ascontiguousarray(values, dtype=np.float32).astype(dtype)
     if not np.isfinite(narrow).all():

@@ -30,10 +30,12 @@ from trace_jax.train.read_checkpoint import (
     FORMAT_VERSION,
     complete_steps,
     describe_policy,
+    locate_checkpoint,
     policy_from_meta,
     read_meta,
     restore_item,
     restore_policy,
+    tokenizer_of,
 )
 from trace_jax.train.state import PolicyVersion, TrainState
 
@@ -132,7 +134,7 @@ class Checkpoints:
             "served_version": progress.version if served is None else served.version,
         }
         items = ocp.args.Composite(
-            params=ocp.args.StandardSave(params),
+            params=ocp.args.StandardSave(params, save_args=_layer_by_layer(params)),
             optimizer=ocp.args.StandardSave(opt_state),
             # Orbax refuses an empty item; a policy that needs no multipliers stores an empty list of sites instead.
             multipliers=ocp.args.StandardSave(multipliers or {"none": jnp.zeros(1, jnp.float32)}),
@@ -207,6 +209,12 @@ class Checkpoints:
         return PolicyVersion(restore_item(folder, "served", param_shapes(policy.family, policy.config)), version)
 
 
+def _layer_by_layer(params: Params) -> Any:
+    """How each parameter is stored: stacked layers as a piece per layer, so that an exporter reads one without the others."""
+    whole, pieces = ocp.SaveArgs(), ocp.SaveArgs(shard_axes=(0,))
+    return {name: jax.tree.map(lambda _, how=pieces if name == "groups" else whole: how, part) for name, part in params.items()}
+
+
 @dataclass(frozen=True)
 class LoadedPolicy:
     """A policy read from disk: static description, float32 masters, multipliers (empty if never calibrated), tokenizer and meta.
@@ -227,24 +235,7 @@ def load_policy(path: Path | str) -> LoadedPolicy:
     Raises:
       UserError: there is no complete checkpoint at the path.
     """
-    folder = _locate(Path(path))
+    folder = locate_checkpoint(Path(path))
     meta = read_meta(folder)
     params, multipliers = restore_policy(folder, meta)
-    carried = folder.absolute().parent.parent / meta["tokenizer"]  # beside checkpoints/, where import puts it
-    tokenizer = str(carried) if carried.is_dir() else meta["tokenizer"]
-    return LoadedPolicy(policy_from_meta(meta), params, multipliers, tokenizer, meta)
-
-
-def _locate(path: Path) -> Path:
-    """The folder of one checkpoint: that of a step, or of the last complete one."""
-    if not path.exists():
-        raise UserError(f"{path}: no such file or directory; give a run directory or a checkpoint")
-    if path.name.isdigit() and any((path / item).is_dir() for item in ("params", "meta")):
-        return path
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = complete_steps(root)
-    if steps:
-        return root / str(steps[-1])
-    if root != path or path.name == "checkpoints":
-        raise UserError(f"{path}: no complete checkpoint in {root}; train first, or point to a run directory")
-    raise UserError(f"{path}: neither a run directory (with checkpoints/) nor an Orbax checkpoint; for a Hugging Face directory use import")
+    return LoadedPolicy(policy_from_meta(meta), params, multipliers, tokenizer_of(folder, meta), meta)

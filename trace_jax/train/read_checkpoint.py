@@ -29,6 +29,31 @@ def complete_steps(directory: Path) -> list[int]:
     return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
 
 
+def locate_checkpoint(path: Path) -> Path:
+    """The folder of one checkpoint: that of a step, or of the last complete one of a run or checkpoint folder.
+
+    Raises:
+      UserError: there is no complete checkpoint at the path.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such file or directory; give a run directory or a checkpoint")
+    if path.name.isdigit() and any((path / item).is_dir() for item in ("params", "meta")):
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = complete_steps(root)
+    if steps:
+        return root / str(steps[-1])
+    if root != path or path.name == "checkpoints":
+        raise UserError(f"{path}: no complete checkpoint in {root}; train first, or point to a run directory")
+    raise UserError(f"{path}: neither a run directory (with checkpoints/) nor an Orbax checkpoint; for a Hugging Face directory use import")
+
+
+def tokenizer_of(folder: Path, meta: dict[str, Any]) -> str:
+    """What `load_tokenizer` takes for the policy of a checkpoint folder."""
+    carried = folder.absolute().parent.parent / meta["tokenizer"]  # beside checkpoints/, where import puts it
+    return str(carried) if carried.is_dir() else meta["tokenizer"]
+
+
 def describe_policy(policy: Policy) -> dict[str, Any]:
     """The policy as JSON."""
     return {
@@ -52,11 +77,11 @@ def read_meta(folder: Path) -> dict[str, Any]:
     Raises:
       UserError: it is damaged or has another format version.
     """
-    _require_undamaged(folder, "meta")
+    require_undamaged(folder, "meta")
     try:
         meta = json.loads((folder / "meta" / "metadata").read_bytes())
     except (OSError, ValueError) as error:
-        raise _damaged(folder, "meta is missing or not JSON") from error
+        raise damaged(folder, "meta is missing or not JSON") from error
     found = meta.get("format_version") if isinstance(meta, Mapping) else None
     if found != FORMAT_VERSION:
         raise UserError(f"{folder}: checkpoint format {found} is not {FORMAT_VERSION}; re-create it with this version")
@@ -71,9 +96,18 @@ def restore_policy(folder: Path, meta: dict[str, Any]) -> tuple[Params, Multipli
     """
     policy = policy_from_meta(meta)
     params = restore_item(folder, "params", param_shapes(policy.family, policy.config))
-    per_layer = jax.ShapeDtypeStruct((policy.config.num_layers,), jnp.float32)
+    return params, restore_multipliers(folder, meta)
+
+
+def restore_multipliers(folder: Path, meta: dict[str, Any]) -> Multipliers:
+    """The static multipliers of one checkpoint; empty if it was never calibrated.
+
+    Raises:
+      UserError: they are damaged.
+    """
+    per_layer = jax.ShapeDtypeStruct((policy_from_meta(meta).config.num_layers,), jnp.float32)
     sites = [site for site in SITES if site in meta["sites"]]
-    return params, restore_item(folder, "multipliers", dict.fromkeys(sites, per_layer)) if sites else {}
+    return restore_item(folder, "multipliers", dict.fromkeys(sites, per_layer)) if sites else {}
 
 
 def restore_item(folder: Path, item: str, shapes: Any) -> Any:
@@ -82,23 +116,29 @@ def restore_item(folder: Path, item: str, shapes: Any) -> Any:
     Raises:
       UserError: it is damaged.
     """
-    _require_undamaged(folder, item)
+    require_undamaged(folder, item)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
     try:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             return checkpointer.restore((folder / item).absolute(), args=ocp.args.StandardRestore(abstract))
     except Exception as error:  # Orbax wraps what its storage raises in a bare Exception
-        raise _damaged(folder, f"{item} cannot be read") from error
+        raise damaged(folder, f"{item} cannot be read") from error
 
 
-def _require_undamaged(folder: Path, item: str) -> None:
+def require_undamaged(folder: Path, item: str) -> None:
+    """Compares the files of an item with the manifest.
+
+    Raises:
+      UserError: one of them is not as it was saved.
+    """
     damage = find_damage(folder, item)
     if damage is not None:
-        raise _damaged(folder, damage)
+        raise damaged(folder, damage)
 
 
-def _damaged(folder: Path, damage: str) -> UserError:
+def damaged(folder: Path, damage: str) -> UserError:
+    """The user's line for a damaged checkpoint, with the checkpoint to fall back to."""
     others = [step for step in complete_steps(folder.parent) if str(step) != folder.name]
     earlier = [step for step in others if step < int(folder.name)]
     remedy = (

@@ -1,0 +1,1 @@
+"""Commands of the bridge, which `trace-jax` finds through the entry-point group `trace_jax.commands`."""

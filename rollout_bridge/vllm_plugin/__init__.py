@@ -1,0 +1,1 @@
+"""What runs inside a vLLM worker: NumPy and torch, never jax."""
