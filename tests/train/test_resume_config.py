@@ -28,6 +28,7 @@ def test_an_unchanged_config_says_nothing(make_config):
         ("eval.every=7", "eval.every 2 -> 7"),
         ("checkpoint.keep=1", "checkpoint.keep 3 -> 1"),
         ("loggers=[tensorboard]", "loggers [] -> ['tensorboard']"),
+        ("optimizer.decay_steps=40", "optimizer.decay_steps None -> 40"),
         ("optimizer.learning_rate=0.5", "optimizer.learning_rate 0.001 -> 0.5"),
         ("train.micro_batch_tokens=128", "train.micro_batch_tokens 64 -> 128"),
         ("train.unguided_every=0", "train.unguided_every 2 -> 0"),

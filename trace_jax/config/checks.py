@@ -134,10 +134,15 @@ def _check_training_keys(config: Config) -> None:
     if optimizer.name == "adam" and optimizer.weight_decay > 0:
         raise UserError("optimizer.weight_decay is set, but adam has none; write name: adamw, or weight_decay: 0.0")
     updates = config.steps * config.train.updates_per_batch
-    if optimizer.decay_steps is not None and not optimizer.warmup_steps < optimizer.decay_steps >= updates:
+    if optimizer.decay_steps is not None and optimizer.decay_steps < updates:
         raise UserError(
-            f"optimizer.decay_steps is {optimizer.decay_steps}, but there are {optimizer.warmup_steps} updates of warm-up and {updates} in "
-            "all, and from decay_steps on the learning rate is zero; write as many as in all, or more, or null for a constant rate"
+            f"optimizer.decay_steps is {optimizer.decay_steps}, but the run makes {updates} updates, the last of them with a learning rate "
+            f"of zero; write optimizer.decay_steps: {updates} or more, or null for a constant rate"
+        )
+    if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
+        raise UserError(
+            f"optimizer.decay_steps is {optimizer.decay_steps} and optimizer.warmup_steps {optimizer.warmup_steps}, so nothing is left for "
+            f"the way down; write optimizer.decay_steps: {optimizer.warmup_steps + 1} or more, or a shorter warm-up"
         )
     if config.train.updates_per_batch > config.rollout.prompts_per_step:
         raise UserError(

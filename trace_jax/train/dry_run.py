@@ -69,6 +69,7 @@ def memory_plan(setup: Setup) -> dict[str, Any]:
         "longest sequence, tokens": length,
         "masters and Adam moments (float32), bytes": 3 * 4 * count,
         "gradient and its sum (float32), bytes": 2 * 4 * count,
+        "experts as the trainer rounds them (compute dtype), bytes": rounded_experts_bytes(setup),
         "masters that the engine serves (float32), bytes": 4 * count if config.sync.every > 1 else 0,
         "engine weights (compute dtype), bytes": jnp.dtype(setup.policy.compute_dtype).itemsize * count,
         "KV cache of a full batch, bytes": cache_bytes(setup, min(sequences, config.rollout.max_batch or sequences), length),
@@ -76,6 +77,15 @@ def memory_plan(setup: Setup) -> dict[str, Any]:
         "guidance record of a step, bytes": sequences * length * record_bytes_per_token(setup, setup.capture()),
         "audited codes of a step, bytes": audited * length * record_bytes_per_token(setup, codes),
     }
+
+
+def rounded_experts_bytes(setup: Setup) -> int:
+    """Bytes of the rounded experts that all micro-batches of an update share; none if the trainer's plan rounds no weight."""
+    if setup.objective.plan.weights == "bf16":
+        return 0
+    shapes = param_shapes(setup.policy.family, setup.policy.config)
+    experts = jax.tree.leaves([group["experts"] for group in shapes["groups"].values()])
+    return jnp.dtype(setup.policy.compute_dtype).itemsize * sum(leaf.size for leaf in experts)
 
 
 def cache_bytes(setup: Setup, rows: int, slots: int) -> int:
