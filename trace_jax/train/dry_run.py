@@ -69,6 +69,7 @@ def memory_plan(setup: Setup) -> dict[str, Any]:
         "longest sequence, tokens": length,
         "masters and Adam moments (float32), bytes": 3 * 4 * count,
         "gradient and its sum (float32), bytes": 2 * 4 * count,
+        "new masters and moments beside the old in an update (float32), bytes": 3 * 4 * count,
         "experts as the trainer rounds them (compute dtype), bytes": rounded_experts_bytes(setup),
         "masters that the engine serves (float32), bytes": 4 * count if config.sync.every > 1 else 0,
         "engine weights (compute dtype), bytes": jnp.dtype(setup.policy.compute_dtype).itemsize * count,
