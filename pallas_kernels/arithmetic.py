@@ -33,6 +33,15 @@ def bits_float(bits: Int[Array, "*s"]) -> Float[Array, "*s"]:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
+@jax.custom_jvp
+def flushed(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """Float32 values, subnormals as the zero of their sign, as XLA on CPU has them anyway. Differentiable as the identity."""
+    return jnp.where(jnp.abs(x) < SMALLEST_NORMAL, jnp.copysign(0.0, x), x)
+
+
+flushed.defjvp(lambda primals, tangents: (flushed(*primals), tangents[0]))
+
+
 def magnitude_bits(x: Float[Array, "*s"]) -> Int[Array, "*s"]:
     """Bits of |x| with subnormals set to zero. Ordered like the magnitudes; >= INFINITY_BITS means not finite."""
     magnitude = jnp.abs(x)

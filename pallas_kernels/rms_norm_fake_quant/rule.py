@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.arithmetic import flushed
 from pallas_kernels.rounding import as_stored, keep_rounding
 
 
@@ -16,8 +17,8 @@ def inverse_rms(x: Float[Array, "*rows d"], eps: float) -> Float[Array, "*rows 1
 
 
 def scaled(x: Float[Array, "*s"], inverse: Float[Array, "*#s"], weight: Float[Array, "*#s"]) -> Float[Array, "*s"]:
-    """The normalised values in float32, the products in this order."""
-    return x * inverse * weight
+    """The normalised values in float32, the products in this order, every subnormal counting as zero."""
+    return flushed(flushed(flushed(x) * inverse) * flushed(weight))
 
 
 def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, " d"], inverse: Float[Array, "*rows 1"]) -> Float[Array, "*rows d"]:

@@ -25,10 +25,13 @@ inverse_rms = jax.jit(rule.inverse_rms, static_argnums=1)
 
 
 def states(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden states, a value that is not finite in two of the rows, and weights that bfloat16 does not hold."""
-    x = cases.normal((*ROWS, SIZE), seed)
+    """Hidden states, a value that is not finite in two of the rows, one row of about 2^-126, and weights that bfloat16 does not hold."""
+    rng = np.random.default_rng(seed)
+    x, weight = cases.normal((*ROWS, SIZE), seed), rng.normal(size=SIZE).astype(np.float32)
     x[1, 2, 3], x[4, 0, 100] = np.inf, np.nan
-    return x, np.random.default_rng(seed).normal(size=SIZE).astype(np.float32)
+    x[2, 5] = (rng.integers(0, 0x180, SIZE) | rng.integers(0, 2, SIZE) << 15).astype(np.uint16).view(x.dtype)
+    weight[[0, 17, 103]] = 2.0**-127, -(2.0**-130), 2.0**-120
+    return x, weight
 
 
 def projections(size: int = 64) -> tuple[np.ndarray, np.ndarray]:

@@ -85,6 +85,7 @@ def stopped_by_sigterm(program: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_0_and_the_run_goes_on(start, tmp_path):
     out = tmp_path / "run"
     program = start(out)
@@ -137,9 +138,11 @@ def test_kill_9_loses_the_steps_since_the_last_complete_checkpoint(start, tmp_pa
     # A save runs beside the next steps and ends before the next save begins, so the one before it is always complete.
     assert last_logged - last_complete <= 2 * EVERY
 
-    last = last_complete + 1  # less than the killed run had reached, if it had got far
-    output = resume(start, out, last)
-    assert f"resumed after step {last_complete}" in output
+    resumed = start(out, "--resume")
+    wait_for(resumed, lambda: read_metrics(out)[-1]["step"] == last_complete + 1)  # less than the killed run had reached, if it got far
+    output = stopped_by_sigterm(resumed)
+    last = steps(out)[-1]
+    assert f"resumed after step {last_complete}" in output and f"stopped; step {last} is saved, go on with --resume" in output
     assert steps(out) == list(range(last + 1)) and complete(out)[-1] == last and not saving(out)
     assert sorted(path.name for path in (out / "rollouts").iterdir()) == [f"step_{step:06d}.jsonl" for step in range(1, last + 1)]
     for step in range(1, last + 1):
