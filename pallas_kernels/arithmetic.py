@@ -36,7 +36,8 @@ def bits_float(bits: Int[Array, "*s"]) -> Float[Array, "*s"]:
 @jax.custom_jvp
 def flushed(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
     """Float32 values, subnormals as the zero of their sign, as XLA on CPU has them anyway. Differentiable as the identity."""
-    return jnp.where(jnp.abs(x) < SMALLEST_NORMAL, jnp.copysign(0.0, x), x)
+    bits = float_bits(x)  # Pallas' Triton lowering makes +0 of jnp.copysign(0.0, x)
+    return bits_float(jnp.where((bits & INFINITY_BITS) == 0, bits & SIGN_BIT, bits))
 
 
 flushed.defjvp(lambda primals, tangents: (flushed(*primals), tangents[0]))

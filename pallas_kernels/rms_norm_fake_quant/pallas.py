@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt16
 
-from pallas_kernels.arithmetic import bits_float, nearest_bf16
+from pallas_kernels.arithmetic import bits_float, flushed, nearest_bf16
 from pallas_kernels.blocks import pad_last
 from pallas_kernels.fake_quant import pallas as nearest
 from pallas_kernels.formats import BlockFormat
@@ -37,7 +37,7 @@ def normalized(x: Float[Array, "*rows d"], weight: Float[Array, " d"], inverse_r
 
 def _halves(weight: Float[Array, " d"]) -> tuple[UInt16[Array, " d"], UInt16[Array, " d"]]:
     """High and low halves of float32 weights: a thread then loads eight of each as it does of x, and keeps whole octets."""
-    halves = jax.lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.uint16)
+    halves = jax.lax.bitcast_convert_type(flushed(weight.astype(jnp.float32)), jnp.uint16)
     return halves[:, 1], halves[:, 0]
 
 

@@ -17,11 +17,11 @@ def inverse_rms(x: Float[Array, "*rows d"], eps: float) -> Float[Array, "*rows 1
 
 
 def scaled(x: Float[Array, "*s"], inverse: Float[Array, "*#s"], weight: Float[Array, "*#s"]) -> Float[Array, "*s"]:
-    """The normalised values in float32, the products in this order, every subnormal counting as zero."""
-    return flushed(flushed(flushed(x) * inverse) * flushed(weight))
+    """The normalised values in float32, the products in this order, every subnormal counting as zero; no weight may be one."""
+    return flushed(flushed(flushed(x) * inverse) * weight)
 
 
 def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, " d"], inverse: Float[Array, "*rows 1"]) -> Float[Array, "*rows d"]:
     """x normalised in float32 by its `inverse_rms`, scaled, and rounded to its dtype."""
-    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
+    weight = flushed(weight.astype(jnp.float32)).reshape((1,) * (x.ndim - 1) + weight.shape)
     return keep_rounding(scaled(as_stored(x), inverse, weight).astype(x.dtype))
