@@ -29,8 +29,12 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 if not ON_GPU and not SLOW:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of LLVM, not of XLA, which is the one that moves bits
-    if version("jaxlib").startswith("0.10.") and "XLA_FLAGS" not in os.environ:
-        os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"  # compiles three times as fast; later versions have no such flag
+    if "XLA_FLAGS" not in os.environ:
+        # The workers of the suite occupy the cores already: splitting a module to compile it in parallel only adds work.
+        flags = ["--xla_cpu_parallel_codegen_split_count=1"]
+        if version("jaxlib").startswith("0.10."):
+            flags.append("--xla_cpu_use_fusion_emitters=false")  # compiles three times as fast; later versions have no such flag
+        os.environ["XLA_FLAGS"] = " ".join(flags)
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

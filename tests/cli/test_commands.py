@@ -239,7 +239,12 @@ def test_training_commands(folder: Path, name: str, key: str, phase: str) -> Non
 @pytest.mark.parametrize(
     ("arguments", "keys", "phases"),
     [
-        (["eval", "run"], {"pass_at_1", "low", "high"}, ["reading run ...", "generating and verifying answers"]),
+        pytest.param(
+            ["eval", "run"],
+            {"pass_at_1", "low", "high"},
+            ["reading run ...", "generating and verifying answers"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["mismatch", "run", "--precisions", "bf16", "--max-prompts", "2"],
             {"precisions", "limits"},
