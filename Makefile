@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 # Modules are compiled when they are imported: most never are, and pip would take longer over them than over all else.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
+# Set, every process would compile all modules again, and the suite starts dozens.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-all parity lint format clean
