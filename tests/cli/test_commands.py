@@ -188,7 +188,7 @@ def test_dry_run_refuses_before_it_prints(folder: Path, capsys: pytest.CaptureFi
     [
         (["eval", "{run}", "--precision", "int4"], "precision 'int4' is unknown"),
         (["mismatch", "{run}", "--methods", "magic"], "--methods 'magic' is unknown"),
-        (["mismatch", "{run}", "--engine", "vllm"], "--engine 'vllm'"),
+        (["mismatch", "{run}", "--engine", "other"], "rollout.engine is 'other'"),
         (["mismatch", "{run}", "--cache", "{run}/none"], "no such folder"),
         (["mismatch", "{run}", "--cache", "{run}", "--split", "test"], "--cache brings its own answers"),
         (["mismatch", "{run}", "--precisions", "fp8", "--methods", "trace"], "none of them makes sense at precision fp8"),

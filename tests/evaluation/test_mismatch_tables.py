@@ -15,7 +15,10 @@ from trace_jax.evaluation.precisions import METHODS_OF
 
 def report(errors: dict[str, float], layers: int = 2, length: int = 3) -> dict[str, Any]:
     """A report of one precision beside BF16, with `token_mult_prob_error` per method."""
-    by_layer = {str(layer): {"code_agreement": 1.0 - 0.01 * layer, "d_act": 0.001 * layer} for layer in range(layers)}
+    by_layer = {
+        str(layer): {"code_agreement": 1.0 - 0.01 * layer, "d_act": 0.001 * layer, "adjacent_share": 0.99 - 0.002 * layer}
+        for layer in range(layers)
+    }
     methods = {
         name: {
             "metrics": {
@@ -34,7 +37,8 @@ def report(errors: dict[str, float], layers: int = 2, length: int = 3) -> dict[s
     entry = {"pass_at_1": 0.5, "pass_at_1_low": float("nan"), "pass_at_1_high": float("nan"), "methods": methods}
     limits = {"token_mult_prob_error": {"small": SMALL, "risky": RISKY}}
     precisions = {"nvfp4": entry | {"answer": "nvfp4: cannot be judged"}}
-    return {"policy": "runs/[a]", "task": "task", "split": "test", "cache": None, "limits": limits, "precisions": precisions}
+    where = {"policy": "runs/[a]", "task": "task", "split": "test", "cache": None, "engine": "vllm"}
+    return {**where, "limits": limits, "precisions": precisions, "not_executed": {"fp8": "fp8 cannot be measured"}}
 
 
 def test_the_rules_come_before_the_answers() -> None:
@@ -49,8 +53,9 @@ def test_a_deep_model_and_long_answers_fit_the_page(capsys: pytest.CaptureFixtur
     assert "runs/[a]" in out and "0.500 [nan, nan]" in out  # brackets are text, not markup
     tables = out[: out.index("Gap by")]
     assert max(map(len, tables.splitlines())) <= 120 and "…" not in tables
-    # The worst of layers 38 to 47 stands for them.
-    assert "38-47" in tables and "53.0%" in tables and "(0.047)" in tables
+    # The worst of layers 36 to 47 stands for them.
+    assert "36-47" in tables and "53.0%" in tables and "(0.047)" in tables and "89.6%" in tables
+    assert "answers by engine vllm" in tables and "fp8 cannot be measured" in out
 
 
 def test_what_is_measured() -> None:

@@ -70,6 +70,17 @@ def test_an_engine_that_fell_back_is_not_called_by_what_was_asked(config_file: P
     opened.task.close()
 
 
+def test_a_precision_that_nobody_asked_for_may_be_missing(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = fall_back(monkeypatch)
+    monkeypatch.setattr(mismatch, "METHODS_OF", {"nvfp4": ("naive",)})
+    monkeypatch.setattr(mismatch, "open_policy", lambda *_: _open(config_file, []))
+    report = mismatch.measure_mismatch(config_file, engine="jax", max_prompts=1)
+    assert report["engine"] == "jax" and report["precisions"] == {}
+    assert report["not_executed"]["nvfp4"].startswith(f"nvfp4 cannot be measured: engine jax executes {name}")
+    with pytest.raises(UserError, match="nvfp4 cannot be measured"):
+        mismatch.measure_mismatch(config_file, precisions=["nvfp4"], max_prompts=1)
+
+
 def test_training_reports_what_its_engine_executes(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = SimpleNamespace(pass_at_1=0.5, low=0.4, high=0.6, reward_mean=0.5, precision="weights nvfp4, activations bf16, k fp8, v fp8")
     monkeypatch.setattr(rl, "measure_pass_rate", lambda *_, **__: result)

@@ -17,9 +17,12 @@ def mismatch(
         str | None, typer.Option("--methods", help="Comma-separated methods of the trainer, such as naive,qat,trace; all by default.")
     ] = None,
     precisions: Annotated[
-        str | None, typer.Option("--precisions", help="Comma-separated rollout precisions, such as nvfp4,mxfp4; all by default.")
+        str | None,
+        typer.Option(
+            "--precisions", help="Comma-separated rollout precisions, such as nvfp4,mxfp4; all that the engine executes by default."
+        ),
     ] = None,
-    engine: Annotated[str, typer.Option("--engine", help="Rollout engine.")] = "jax",
+    engine: Annotated[str | None, typer.Option("--engine", help="Rollout engine, such as jax or vllm; the config's by default.")] = None,
     cache: Annotated[
         Path | None, typer.Option("--cache", help="Folder of a saved guidance cache to compare with, instead of generating.")
     ] = None,

@@ -27,7 +27,7 @@ from trace_jax.evaluation.audit import compare_sites
 from trace_jax.evaluation.cache_origin import read_origin
 from trace_jax.evaluation.mismatch_verdict import RISKY, SMALL, gap_size, judge
 from trace_jax.evaluation.open_policy import OpenPolicy, open_policy
-from trace_jax.evaluation.precision_rollout import PrecisionRollout, cached_rollout, roll_out
+from trace_jax.evaluation.precision_rollout import NotExecuted, PrecisionRollout, cached_rollout, roll_out
 from trace_jax.evaluation.precisions import METHODS_OF, precision_config, precision_overrides, require_precision
 from trace_jax.metrics.weighted import finalize
 from trace_jax.quantization.plan import BLOCK_FORMATS
@@ -39,6 +39,9 @@ from trace_jax.train.setup import Setup
 from trace_jax.train.update import UpdateSettings, measure
 
 DEFAULT_PROMPTS = 64
+
+ONE_SUM = "rollout.partial_sums=1"
+"""Only the embedded engine imitates several devices; another one sums as it does."""
 
 
 def method_report(opened: OpenPolicy, rollout: PrecisionRollout, config: Config) -> dict[str, Any]:
@@ -89,7 +92,7 @@ def measure_mismatch(
     *,
     methods: Sequence[str] | None = None,
     precisions: Sequence[str] | None = None,
-    engine: str = "jax",
+    engine: str | None = None,
     cache: Path | None = None,
     task: str | None = None,
     split: str | None = None,
@@ -102,22 +105,20 @@ def measure_mismatch(
     Args:
       path: run directory or checkpoint.
       methods: trainer methods; None takes all that make sense at a precision.
-      precisions: rollout precisions; None takes all. A guidance cache has one, the precision it was written at.
-      engine: `jax`, the embedded engine.
+      precisions: rollout precisions; None takes all that the engine can execute. A guidance cache has one, that it was written at.
+      engine: `jax`, the embedded engine, or one of an installed package; None takes the config's.
       cache: a folder written by `trace-jax rollout --save-cache`, to compare with instead of generating.
       max_prompts: prompts of the split; None takes 64.
 
     Raises:
       UserError: an unknown precision, method or engine, methods that no precision knows, or a cache that does not fit.
     """
-    if engine != "jax":
-        raise UserError(f"--engine {engine!r} is not available in this version; write jax")
-    if cache is not None and (precisions or task or split or max_prompts):
-        raise UserError("--cache brings its own answers; leave out --precisions, --task, --split and --max-prompts")
+    if cache is not None and (precisions or task or split or max_prompts or engine):
+        raise UserError("--cache brings its own answers; leave out --engine, --precisions, --task, --split and --max-prompts")
     origin = None if cache is None else read_origin(cache)
     plan = methods_by_precision(methods, precisions if origin is None else [origin.precision])
     announce(f"reading {path}")
-    opened = open_policy(path, (), task)
+    opened = open_policy(path, () if engine is None else (f"rollout.engine={engine}", *(() if engine == "jax" else (ONE_SUM,))), task)
     try:
         config = opened.config
         # Every config before the first answer: one that cannot be measured must not cost the rollouts of the others.
@@ -129,25 +130,34 @@ def measure_mismatch(
             "task": config.task.name if origin is None else origin.task,
             "split": None if origin is not None else split or config.eval.split,
             "cache": None if cache is None else str(cache),
+            "engine": config.rollout.engine,
             "seed": seed,
             "limits": {"token_mult_prob_error": {"small": SMALL, "risky": RISKY}},
             "precisions": {},
+            "not_executed": {},
         }
         done, total = 0, sum(1 + len(found) for found in plan.values())
         for precision, found in plan.items():
             announce(f"{precision}: {'generating' if origin is None else 'reading'} answers", done, total)
-            rollout = (
-                cached_rollout(opened, cache)
-                if cache is not None
-                else roll_out(
-                    opened,
-                    precision,
-                    split=report["split"],
-                    prompts=max_prompts or DEFAULT_PROMPTS,
-                    samples=config.eval.samples,
-                    seed=seed,
+            try:
+                rollout = (
+                    cached_rollout(opened, cache)
+                    if cache is not None
+                    else roll_out(
+                        opened,
+                        precision,
+                        split=report["split"],
+                        prompts=max_prompts or DEFAULT_PROMPTS,
+                        samples=config.eval.samples,
+                        seed=seed,
+                    )
                 )
-            )
+            except NotExecuted as error:
+                if precisions:
+                    raise
+                report["not_executed"][precision] = str(error)
+                done += 1 + len(found)
+                continue
             by_method = {}
             for number, method in enumerate(found, done + 1):
                 announce(f"{precision}: compiling and measuring trainer {method}", number, total)

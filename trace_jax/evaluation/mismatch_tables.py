@@ -11,7 +11,7 @@ from rich.text import Text
 
 from trace_jax.terminal import result_console
 
-POSITION_COLUMNS, LAYER_COLUMNS = 8, 5
+POSITION_COLUMNS, LAYER_COLUMNS = 8, 4
 """Columns at most; longer answers and deeper models are shown in ranges."""
 
 STYLES = {"small": "bold green", "risky": "bold yellow", "large": "bold red"}
@@ -25,7 +25,8 @@ def print_mismatch(report: Mapping[str, Any]) -> None:
         "gap: |log p(trainer) - log p(rollout)| of each sampled token, in nats, measured with the compiled program that trains.\n"
         "exp|gap|: mean factor between the two probabilities of a token; 1 is perfect. Same routing: tokens and layers for which\n"
         "the trainer's own router would have chosen the rollout's experts. Trainers: naive does not round, qat rounds by itself,\n"
-        "trace* follow the rollout's record, so their gap is small partly by construction.",
+        "trace* follow the rollout's record, so their gap is small partly by construction. One apart: of the values that rounding to\n"
+        "nearest under the rollout's scale sends to another code, those sent to a neighbour; the lowest of the layers.",
         style="dim",
     )
     console.print(_positions(report))
@@ -33,7 +34,7 @@ def print_mismatch(report: Mapping[str, Any]) -> None:
         layers = _layers(precision, entry["methods"])
         if layers is not None:
             console.print(layers)
-    for line in answers(report):
+    for line in (*report["not_executed"].values(), *answers(report)):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -48,7 +49,7 @@ def answers(report: Mapping[str, Any]) -> list[str]:
 
 
 def _summary(report: Mapping[str, Any]) -> Table:
-    answered = report["cache"] or f"{report['split']} split"
+    answered = report["cache"] or f"{report['split']} split, answers by engine {report['engine']}"
     table = _table(f"Is it safe to move {report['policy']} to FP4? ({report['task']}, {answered})")
     for name in ("rollout", "pass@1 [95 %]", "trainer"):
         table.add_column(name, no_wrap=True)
@@ -104,9 +105,11 @@ def _layers(precision: str, methods: Mapping[str, Any]) -> Table | None:
     table.add_column("site", no_wrap=True)
     for group in ranges:
         table.add_column(f"layer {_span(group[0], group[-1])}", justify="right", no_wrap=True)
+    table.add_column("one apart", justify="right", no_wrap=True)
     for method, result in methods.items():
         for index, (site, by_layer) in enumerate(result["sites"].items()):
-            table.add_row(method if index == 0 else "", site, *(_agreement(by_layer, group) for group in ranges))
+            cells = (_agreement(by_layer, group) for group in ranges)
+            table.add_row(method if index == 0 else "", site, *cells, _one_apart(by_layer))
         table.add_section()
     return table
 
@@ -116,6 +119,12 @@ def _agreement(by_layer: Mapping[str, Any], layers: Sequence[int]) -> str:
     if not found:
         return "-"
     return f"{min(one['code_agreement'] for one in found):.1%} ({max(one['d_act'] for one in found):.3f})"
+
+
+def _one_apart(by_layer: Mapping[str, Any]) -> str:
+    """The lowest share of a layer."""
+    shares = [one["adjacent_share"] for one in by_layer.values() if one["adjacent_share"] == one["adjacent_share"]]
+    return f"{min(shares):.1%}" if shares else "-"
 
 
 def _table(title: str) -> Table:

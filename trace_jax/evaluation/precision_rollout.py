@@ -22,6 +22,10 @@ from trace_jax.rollout.weight_update import UpdateDigest
 from trace_jax.train.setup import sync_weights
 
 
+class NotExecuted(UserError):
+    """The engine does not execute the precision."""
+
+
 @dataclass(frozen=True)
 class PrecisionRollout:
     """Answers of one precision, and how many are right.
@@ -46,7 +50,7 @@ def roll_out(opened: OpenPolicy, precision: str, *, split: str, prompts: int, sa
     """Generates answers at a precision, every sequence with its full record.
 
     Raises:
-      UserError: the engine executes something else than the precision.
+      NotExecuted: the engine executes something else than the precision.
     """
     setup = opened.setup(precision_config(opened.config, precision, "naive"))
     rows = setup.task.rows(split)[:prompts]
@@ -54,7 +58,7 @@ def roll_out(opened: OpenPolicy, precision: str, *, split: str, prompts: int, sa
         sync_weights(engine, setup, opened.params, opened.multipliers, 0)
         executed = precision_name(engine.capabilities())
         if executed != precision:
-            raise UserError(
+            raise NotExecuted(
                 f"{precision} cannot be measured: engine {setup.config.rollout.engine} executes {executed}; "
                 f"leave {precision} out of --precisions, or choose another rollout.engine"
             )
