@@ -2,15 +2,22 @@
 
 import functools
 
+from rollout_bridge.vllm_plugin.weights.update import BACKEND
+
 QUANTIZATION = "modelopt_fp4"
 """vLLM's name for ModelOpt's NVFP4 checkpoints, which this plugin serves where vLLM cannot."""
 
 
 @functools.cache
 def register() -> None:
-    """On CPU: NVFP4 checkpoints in the ModelOpt layout load and run with emulated W4A4. Elsewhere vLLM's own paths stay as they are."""
+    """Weight updates through a ring; on CPU NVFP4 checkpoints in the ModelOpt layout, which load and run with emulated W4A4.
+
+    Elsewhere vLLM's own paths stay as they are.
+    """
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    WeightTransferEngineFactory.register_engine(BACKEND, "rollout_bridge.vllm_plugin.weights.transfer_engine", "RingWeightTransferEngine")
     if not current_platform.is_cpu():
         return
     from vllm.model_executor.kernels.linear import register_linear_kernel

@@ -35,6 +35,11 @@ class RingWriter:
         """Records sent since the ring was made; the number of the next one."""
         return int(self._sent[0])
 
+    @property
+    def slot_bytes(self) -> int:
+        """The longest record that fits."""
+        return self._ring.slot_bytes
+
     def send(self, arrays: Mapping[str, np.ndarray], timeout_s: float) -> int:
         """Copies named arrays into the next slot, waiting for a free one.
 

@@ -44,10 +44,20 @@ def worker_folder(folder: Path) -> Path:
     return folder
 
 
-def expert_tensors() -> dict[str, np.ndarray]:
+def worker_environment(folder: Path) -> dict[str, str]:
+    """Environment of a program that runs vLLM in its own process, with a worker folder in `folder`."""
+    return os.environ | {
+        "PYTHONPATH": str(worker_folder(folder / "worker")),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def expert_tensors(seed: int = 0) -> dict[str, np.ndarray]:
     """The experts of the tiny policy as the trainer rounds them, one by one under their names on disk."""
     tensors = {}
-    for update in layer_updates(tiny_policy.policy(), PLAN, tiny_policy.params(), tiny_policy.multipliers()):
+    for update in layer_updates(tiny_policy.policy(), PLAN, tiny_policy.params(seed), tiny_policy.multipliers(seed)):
         if update.layer_id is None:
             continue
         prefix = f"model.layers.{update.layer_id}.mlp.experts."
@@ -100,14 +110,8 @@ def test_generates_with_the_trainer_s_numerics(tmp_path: Path):
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
     arrays, product = linear_layer()
     np.savez(tmp_path / "linear.npz", **arrays)  # pyright: ignore[reportArgumentType]
-    environment = os.environ | {
-        "PYTHONPATH": str(worker_folder(tmp_path / "worker")),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
     command = [INTERPRETER, str(Path(__file__).with_name("generate.py")), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=worker_environment(tmp_path), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
     np.testing.assert_allclose(np.load(tmp_path / "linear_out.npy"), product, rtol=1e-5, atol=1e-4)

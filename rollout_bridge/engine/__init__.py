@@ -1,0 +1,1 @@
+"""The rollout engine that runs in a vLLM process, seen from the trainer."""

@@ -1,0 +1,123 @@
+"""The weight-transfer engine that vLLM runs under the name "trace_jax". Imports vllm: vLLM imports this module by name."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from rollout_bridge.vllm_plugin.weights.errors import WeightsDamaged
+from rollout_bridge.vllm_plugin.weights.expected import expected_tensors
+from rollout_bridge.vllm_plugin.weights.model_layout import model_layout
+from rollout_bridge.vllm_plugin.weights.receive import receive_update
+from rollout_bridge.vllm_plugin.weights.staging import StagedUpdate
+from rollout_bridge.vllm_plugin.weights.unstack import loader_tensors
+from rollout_bridge.wire import RingReader
+
+
+@dataclasses.dataclass
+class RingInitInfo:
+    """Where updates come from: the path of a ring."""
+
+    ring_path: str
+
+
+@dataclasses.dataclass
+class RingUpdateInfo:
+    """Which update to take, and how many seconds the trainer may take to its next record."""
+
+    version: int
+    timeout_s: float
+
+
+class RingWeightTransferEngine(WeightTransferEngine[RingInitInfo, RingUpdateInfo]):
+    """Takes an update from a ring and loads it in place, or refuses all of it.
+
+    Attributes:
+      in_use: count, checksum and version of the weights in use; None before the first update.
+      timing: of the last update: its GB (1e9 bytes), and seconds to receive and check, and to load.
+    """
+
+    init_info_cls = RingInitInfo
+    update_info_cls = RingUpdateInfo
+    supports_draft_weight_update = False
+
+    in_use: dict[str, Any] | None = None
+    timing: dict[str, float] | None = None
+    _reader: RingReader | None = None
+    _ring_path = ""
+    _damaged: str | None = None
+
+    def init_transfer_engine(self, init_info: RingInitInfo) -> None:
+        """Opens the ring, unless it is open."""
+        if self._reader is None or self._ring_path != init_info.ring_path:
+            self.shutdown()
+            self._reader, self._ring_path = RingReader(Path(init_info.ring_path)), init_info.ring_path
+
+    def start_weight_update(self) -> None:
+        """Nothing is prepared before the update has been checked.
+
+        Raises:
+          WeightsDamaged: an earlier update failed halfway.
+        """
+        if self._damaged:
+            raise WeightsDamaged(self._damaged)
+
+    def receive_weights(self, update_info: RingUpdateInfo) -> None:
+        """Receives, checks and loads a whole update, and zeroes the KV cache.
+
+        Raises:
+          WeightsRefused: something is wrong with the update; nothing was replaced.
+          WeightsDamaged: vLLM could not load what was checked.
+        """
+        assert self._reader is not None
+        layout = model_layout(self.vllm_config, self.model)
+        expected = expected_tensors(layout)
+        start = time.perf_counter()
+        staged = receive_update(self._reader, update_info.version, update_info.timeout_s, lambda: StagedUpdate(expected))
+        size = sum(tensor.nbytes for tensor in staged.tensors.values())
+        received = time.perf_counter()
+        self.in_use = None
+        try:
+            _forget_prepacked_experts(self.model)
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(loader_tensors(staged.tensors, layout))
+            finalize_layerwise_reload(self.model, self.model_config)
+        except BaseException as error:
+            self._damaged = f"loading version {update_info.version} failed halfway ({error}); start the engine again"
+            raise WeightsDamaged(self._damaged) from error
+        _zero_kv_cache(self.vllm_config)
+        self.timing = {"gb": size / 1e9, "receive_s": received - start, "load_s": time.perf_counter() - received}
+        self.in_use = {"count": staged.count, "checksum": staged.checksum, "version": update_info.version}
+
+    def finish_weight_update(self) -> None:
+        """Everything is done."""
+
+    def shutdown(self) -> None:
+        """Gives the ring back."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+def _forget_prepacked_experts(model: torch.nn.Module) -> None:
+    """On CPU vLLM packs unquantized experts only while their method has no kernel; with the one that it has, it would read plain
+    weights as packed ones."""
+    if current_platform.is_cpu():
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, UnquantizedFusedMoEMethod):
+                method.moe_kernel = None
+
+
+def _zero_kv_cache(vllm_config: Any) -> None:
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        cache = getattr(layer, "kv_cache", None)
+        for tensor in cache if isinstance(cache, list | tuple) else [cache]:
+            if tensor is not None:
+                tensor.zero_()

@@ -1,0 +1,45 @@
+"""What the process that runs an `LLM` calls. Imports neither torch nor vllm by itself."""
+
+from pathlib import Path
+from typing import Any
+
+BACKEND = "trace_jax"
+"""Name of the weight-transfer engine: `LLM(weight_transfer_config={"backend": BACKEND})`."""
+
+
+def update_weights(llm: Any, ring_path: Path | str, version: int, timeout_s: float = 60.0) -> dict[str, Any]:
+    """Takes the update that the trainer sends through a ring. Requests that run start over from their tokens so far.
+
+    Args:
+      llm: an `LLM` made with `BACKEND`, in this process.
+      version: the update's; records of others are dropped.
+      timeout_s: how long the trainer may take to its next record.
+
+    Returns:
+      `count`, `checksum` and `version` of the weights now in use.
+
+    Raises:
+      WeightsRefused: something is wrong with the update; the weights in use stay, and so do caches and running requests.
+      WeightsDamaged: loading failed halfway; the engine must be started again.
+      WireError: the ring cannot be opened.
+    """
+    llm.init_weight_transfer_engine({"init_info": {"ring_path": str(ring_path)}})
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"version": version, "timeout_s": timeout_s}})
+    llm.finish_weight_update(str(version))
+    llm.reset_prefix_cache(reset_running_requests=True)
+    return weights_checksum(llm)
+
+
+def weights_checksum(llm: Any) -> dict[str, Any] | None:
+    """`count`, `checksum` and `version` of the weights in use, as they arrived; None if they are those the engine was started with."""
+    return llm.collective_rpc(_attribute, args=("in_use",))[0]
+
+
+def update_timing(llm: Any) -> dict[str, float] | None:
+    """Of the last update: `gb` (1e9 bytes of tensors), `receive_s` (wait, copy, check, checksum) and `load_s`; None before the first."""
+    return llm.collective_rpc(_attribute, args=("timing",))[0]
+
+
+def _attribute(worker: Any, name: str) -> Any:
+    return getattr(worker.weight_transfer_engine, name)
