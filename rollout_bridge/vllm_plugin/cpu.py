@@ -9,9 +9,11 @@ from torch import Tensor
 from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config, ModelOptNvFp4FusedMoE
+from vllm.model_executor.models.utils import extract_layer_index
 
+from rollout_bridge.vllm_plugin.capture import hooks
 from rollout_bridge.vllm_plugin.experts import apply_experts
-from rollout_bridge.vllm_plugin.numerics import NVFP4, Quantized, dequantize, fake_quant
+from rollout_bridge.vllm_plugin.numerics import NVFP4, Quantized, dequantize, fake_quant, quantize
 
 
 @torch.library.custom_op("trace_jax::w4a4_linear", mutates_args=())
@@ -80,6 +82,10 @@ class CanonicalModelOptNvFp4FusedMoE(ModelOptNvFp4FusedMoE):
         # One scale for all experts of a layer, as vLLM's own emulation takes it.
         inputs = (None, None) if self.use_a16 else (layer.w13_input_scale.max(), layer.w2_input_scale.max())
         gate_up, down = packed("w13", layer.w13_weight_scale_2[:, 0]), packed("w2", layer.w2_weight_scale_2)
+        if inputs[0] is not None and hooks.active():
+            own = quantize(x, NVFP4, inputs[0])
+            quantized = hooks.observe("expert_input", extract_layer_index(layer.layer_name), own, x)
+            x, inputs = dequantize(quantized, x.dtype), (None, inputs[1])
         return apply_experts(x, topk_ids, topk_weights, gate_up, down, *inputs)
 
 

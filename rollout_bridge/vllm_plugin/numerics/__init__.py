@@ -5,7 +5,7 @@ They run eagerly: nothing here may be put through `torch.compile`, which could f
 
 from rollout_bridge.vllm_plugin.numerics.formats import MXFP4, NVFP4, BlockFormat
 from rollout_bridge.vllm_plugin.numerics.multiplier import decode_multiplier
-from rollout_bridge.vllm_plugin.numerics.packing import pack_codes, unpack_codes
+from rollout_bridge.vllm_plugin.numerics.packing import mantissa_bits, pack_codes, unpack_codes
 from rollout_bridge.vllm_plugin.numerics.quantize import Quantized, dequantize, fake_quant, quantize
 from rollout_bridge.vllm_plugin.numerics.residual import (
     channel_energy,
@@ -27,6 +27,7 @@ __all__ = [
     "dequantize",
     "fake_quant",
     "largest_channels",
+    "mantissa_bits",
     "pack_codes",
     "quantize",
     "residual",

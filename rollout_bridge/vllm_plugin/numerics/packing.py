@@ -22,3 +22,16 @@ def unpack_codes(packed: Tensor, size: int) -> Tensor:
         raise ValueError(f"{size} values take {-(-size // 2)} bytes, got {packed.shape[-1]}; pass the unpadded number of values")
     nibbles = torch.stack([packed & 15, packed >> 4], dim=-1)
     return nibbles.reshape(*packed.shape[:-1], 2 * packed.shape[-1])[..., :size]
+
+
+def mantissa_bits(packed: Tensor, size: int) -> Tensor:
+    """Bit 0 of each of `size` packed codes: uint8[..., ceil(size/8)], least significant bit first, zeros past `size`.
+
+    As a little-endian word the low bits of eight codes sit at 0, 4, ..., 28; three shift-or-mask rounds move bit 4i to bit i.
+    """
+    if size % 2:
+        packed = torch.cat([packed[..., :-1], packed[..., -1:] & 15], dim=-1)
+    words = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % 4)).contiguous().view(torch.int32) & 0x11111111
+    for shift, mask in ((3, 0x03030303), (6, 0x000F000F), (12, 0x000000FF)):
+        words = (words | (words >> shift)) & mask
+    return words.to(torch.uint8)
