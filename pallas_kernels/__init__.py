@@ -9,6 +9,8 @@ vmap, scan and checkpoint; the fake quantizers have straight-through gradients.
     y = guided_fake_quant(x, guide, NVFP4, multiplier)
     y = rms_norm_fake_quant(x, weight, eps, NVFP4, multiplier, guide)     # either of the two, of a norm; in one pass
     y = swiglu_fake_quant(gate, up, NVFP4, multiplier)
+    y = rope_fake_quant(keys, *rope_tables(positions, head_dim, theta), NVFP4, multiplier, guide)
+    y, rest = residual_fake_quant(x, channels, NVFP4, multiplier)         # and what was left over in some channels, rounded too
 
     y = grouped_matmul(rows, weights, group_sizes)                   # the experts of a layer, differentiable
     y = grouped_matmul_w4a16(rows, prepare_w4(q), group_sizes)       # the same from FP4 weights
@@ -33,7 +35,10 @@ from pallas_kernels.kv_append.api import append as kv_append
 from pallas_kernels.multiplier import decode_multiplier
 from pallas_kernels.packing import mantissa_bits, pack_bits, pack_codes, unpack_bits, unpack_codes
 from pallas_kernels.quantize.api import quantize
+from pallas_kernels.residual_fake_quant.api import residual_fake_quant
 from pallas_kernels.rms_norm_fake_quant.api import rms_norm_fake_quant
+from pallas_kernels.rope_fake_quant.api import rope_fake_quant
+from pallas_kernels.rope_fake_quant.rule import rope_tables
 from pallas_kernels.rounding import as_stored, count_nonfinite, keep_rounding, round_to_bf16
 from pallas_kernels.swiglu_fake_quant.api import swiglu_fake_quant
 
@@ -65,7 +70,10 @@ __all__ = [
     "pack_codes",
     "prepare_w4",
     "quantize",
+    "residual_fake_quant",
     "rms_norm_fake_quant",
+    "rope_fake_quant",
+    "rope_tables",
     "round_to_bf16",
     "swiglu_fake_quant",
     "unpack_bits",

@@ -97,6 +97,17 @@ def guided_fake_quant(
     return np.where(np.broadcast_to(np.asarray(guide.valid), rows)[..., None], value, plain)
 
 
+def residual_fake_quant(
+    x: Float[np.ndarray, "*rows d"], channels: Integer[np.ndarray, " c"], fmt: BlockFormat, multiplier: Multiplier | None = None
+) -> tuple[Float[np.ndarray, "*rows d"], Float[np.ndarray, "*rows c"]]:
+    """x rounded, and what that left over in the channels, rounded under a fourth of the multiplier."""
+    rounded = fake_quant(x, fmt, multiplier)
+    with np.errstate(all="ignore"):
+        left = (x.astype(np.float32) - rounded.astype(np.float32)).astype(x.dtype)
+        fourth = None if multiplier is None else np.maximum(np.asarray(multiplier, np.float32) / np.float32(4), np.float32(_TINY))
+    return rounded, fake_quant(left[..., channels], fmt, fourth)
+
+
 def round_to_bf16(x: Float[np.ndarray, "*s"]) -> Float[np.ndarray, "*s"]:
     """Float32 values rounded to the nearest bfloat16 value."""
     with np.errstate(invalid="ignore"):
@@ -127,6 +138,17 @@ def rms_norm(
     """x normalised by 1 / rms of its rows, which is given: the order of a sum is nobody's contract."""
     with np.errstate(all="ignore"):
         return _float32(_float32(_float64(x) * inverse) * _float64(weight)).astype(x.dtype)
+
+
+def rotate(
+    x: Float[np.ndarray, "*tokens heads head_dim"], cos: Float[np.ndarray, "*tokens half"], sin: Float[np.ndarray, "*tokens half"]
+) -> Float[np.ndarray, "*tokens heads head_dim"]:
+    """x rotated by cosines and sines, which are given: `first cos - second sin` and `second cos + first sin`."""
+    first, second = np.split(_float64(x), 2, axis=-1)
+    cos, sin = _float64(cos)[..., None, :], _float64(sin)[..., None, :]
+    with np.errstate(all="ignore"):
+        low, high = _float32(first * cos) - _float32(second * sin), _float32(second * cos) + _float32(first * sin)
+        return _float32(np.concatenate([low, high], axis=-1)).astype(x.dtype)
 
 
 def sigmoid(x: Float[np.ndarray, "*s"]) -> Float[np.ndarray, "*s"]:

@@ -1,6 +1,6 @@
-"""What the pairwise rules know of an NVFP4 block: int32 words with the same 16-bit number in both halves, one for each group.
+"""What the pairwise rules know of a block: int32 words with the same 16-bit number in both halves, one for each group.
 
-A bfloat16 magnitude becomes a float16 one by shifting its bits three to the left, once its exponent fits. So the exponents of the
+NVFP4. A bfloat16 magnitude becomes a float16 one by shifting its bits three to the left, once its exponent fits. So the exponents of the
 gain and of the block's step come off as an integer, and what is left of the division by the step, its mantissa 1 + k/8, is a
 product with a float16 reciprocal:
 
@@ -8,6 +8,8 @@ product with a float16 reciprocal:
 
 The reciprocal is rounded to the side on which a tie, or a value on a code, has to end up, and every other value is too far from
 those to follow: `tests/pallas_kernels/test_pairwise.py` tries them all.
+
+MXFP4. The scale is a power of two, so the quotient is a change of the exponent, within bounds that float16 has room for: exact.
 """
 
 import jax
@@ -17,20 +19,25 @@ from jaxtyping import Array, BFloat16, Float, Int
 from pallas_kernels import pairs
 from pallas_kernels.arithmetic import float_bits
 
+BOTH = 0x10001
+"""What a number of 0 to 65535 is multiplied with to stand in both halves of a word."""
+
+ONE = 0x3C00
+"""1 in float16."""
+
 STEP_SHIFT = 8
 """`step_terms` gives the step times 2^-8: what the bits of an E4M3 number mean in float16, three further left."""
 
 UP, DOWN = 0.49, -0.4
 NO_SHIFT = (127 - 15) - 256
 
-_DOUBLE = 0x10001
 _UNBIAS = (127 - 15) << 7
 """Difference of the exponent fields of bfloat16 and float16, in bits of bfloat16."""
 
 
 def double(half: Int[Array, "*s"]) -> Int[Array, "*s"]:
     """A word with a number of 0 to 65535 in both halves."""
-    return half * _DOUBLE
+    return half * BOTH
 
 
 def double_high(bits: Int[Array, "*s"]) -> Int[Array, "*s"]:
@@ -49,7 +56,7 @@ def shift_word(exponent: Int[Array, "*s"]) -> Int[Array, "*s"]:
     An exponent of `NO_SHIFT`, the lowest, turns every magnitude negative. The highest is 111, and there a subnormal one is negative.
     """
     # Made so that no half borrows from the other: from 0 for the lowest exponent up to 0x7F80, and then less 0x8000.
-    return (exponent - NO_SHIFT) * (0x80 * _DOUBLE) - 0x7FFF8000
+    return (exponent - NO_SHIFT) * (0x80 * BOTH) - 0x7FFF8000
 
 
 def mantissa_index(step: Float[Array, "*s"]) -> Int[Array, "*s"]:
@@ -59,7 +66,7 @@ def mantissa_index(step: Float[Array, "*s"]) -> Int[Array, "*s"]:
 
 def mantissa_word(k: Int[Array, "*s"]) -> Int[Array, "*s"]:
     """1 + k/8 in float16."""
-    return k * (0x80 * _DOUBLE) + 0x3C00 * _DOUBLE
+    return k * (0x80 * BOTH) + ONE * BOTH
 
 
 def clipped_word(k: Int[Array, "*s"], floor: int) -> Int[Array, "*s"]:
@@ -68,7 +75,7 @@ def clipped_word(k: Int[Array, "*s"], floor: int) -> Int[Array, "*s"]:
     For every k it is more than 5 and less than 6 times the mantissa: in the bracket {4, 6}, on no code, nearer to 6.
     """
     four = ((127 + 2) << 7) - _UNBIAS
-    return k * (16 * _DOUBLE) + (four + 56 - floor) * _DOUBLE
+    return k * (16 * BOTH) + (four + 56 - floor) * BOTH
 
 
 def reciprocal_word(k: Int[Array, "*s"], rounding: Float[Array, "*#s"] | float) -> Int[Array, "*s"]:
@@ -78,6 +85,21 @@ def reciprocal_word(k: Int[Array, "*s"], rounding: Float[Array, "*#s"] | float) 
     """
     rounded = (16384.0 / (k + 8).astype(jnp.float32) + rounding) + 2.0**23
     return double((float_bits(rounded) - (0x4B000000 - 0x3400)) & 0xFFFF)
+
+
+def e8m0_floor(byte: Int[Array, "*s"]) -> Int[Array, "*s"]:
+    """The magnitude of 2^-8 under an E8M0 scale in bfloat16, zero where that would be subnormal: for everything closer to zero."""
+    return double(jnp.maximum(byte - 8, 0) << 7)
+
+
+def e8m0_top(byte: Int[Array, "*s"]) -> Int[Array, "*s"]:
+    """That of 5.5 in bfloat16: in the bracket {4, 6}, on no code, nearer to 6. Beyond bfloat16 it is larger than any magnitude."""
+    return double(((byte + 2) << 7) + 0x30)
+
+
+def e8m0_offset(byte: Int[Array, "*s"]) -> Int[Array, "*s"]:
+    """What to add to the bits of a magnitude between the two, three places further left, to have the quotient in float16."""
+    return double((15 - byte) << 10)
 
 
 def amax_bits(octets: list[BFloat16[Array, "n 8"]], interpret: bool) -> Int[Array, " n"]:

@@ -11,6 +11,9 @@ ACTIVATIONS = (
 )
 """A large square, and expert inputs, down-projection inputs and keys of one micro-batch: (name, shape) with the contraction axis last."""
 
+KEYS = (ACTIVATIONS[-1], ("qwen3-30b-a3b keys of 131072 tokens", (131072, 4, 128)))
+"""Keys: (name, shape) with axes for token, head and value."""
+
 WEIGHTS = (
     ("qwen3-30b-a3b gate weights of a layer", (128, 768, 2048)),
     ("qwen3-30b-a3b down weights of a layer", (128, 2048, 768)),

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt16
 
+from pallas_kernels.arithmetic import bits_float
 from pallas_kernels.groups import Groups, octets
 
 
@@ -36,6 +38,18 @@ def stored(x: Float[Array, "*rows d"], groups: Groups) -> Source:
         return [tiles[0][:, octet] for octet in octets(tiles[0])]
 
     return Source((groups.from_last(x, groups.fmt.block),), (), read, lambda parts: parts, x.dtype)
+
+
+def split_halves(x: Float[Array, "*s"]) -> tuple[UInt16[Array, "*s"], UInt16[Array, "*s"]]:
+    """High and low halves of float32: a thread then loads eight of each as it does of bfloat16 values, and keeps whole octets."""
+    halves = jax.lax.bitcast_convert_type(x, jnp.uint16)
+    return halves[..., 1], halves[..., 0]
+
+
+def join_halves(high: UInt16[Array, "n 8"], low: UInt16[Array, "n 8"]) -> Float[Array, "n 8"]:
+    """The float32 values of `split_halves`."""
+    words: tuple[Int[Array, "n 8"], ...] = (high.astype(jnp.int32), low.astype(jnp.int32))
+    return bits_float((words[0] << 16) | words[1])
 
 
 def require_bfloat16(x: Float[Array, "..."]) -> None:

@@ -26,12 +26,14 @@ from pallas_kernels.benchmark.runner import CALLS
 from pallas_kernels.benchmark.timing import Call, Timer
 from pallas_kernels.decode_attention import pallas as attention
 from pallas_kernels.decode_attention.paged_kv import empty_paged_kv
+from pallas_kernels.dequantize.pallas import dequantize
 from pallas_kernels.fake_quant.pallas import fake_quant
-from pallas_kernels.formats import NVFP4
+from pallas_kernels.formats import MXFP4, NVFP4
 from pallas_kernels.grouped_matmul import pallas as grouped
 from pallas_kernels.grouped_matmul_w4 import pallas as grouped_w4
 from pallas_kernels.grouped_matmul_w4.layout import prepare_w4
 from pallas_kernels.quantize.api import quantize
+from pallas_kernels.residual_fake_quant.pallas import residual_fake_quant
 from pallas_kernels.tilings import Sizes
 
 TimeUs: TypeAlias = Callable[[Callable[..., Array], tuple[Any, ...]], float]
@@ -78,6 +80,23 @@ def _run_quantizers(sizes: Sizes, x, multiplier) -> Array:
     return fake_quant(x, multiplier, NVFP4, False, sizes["tile"])
 
 
+def _packed() -> tuple[Any, ...]:
+    q = quantize(_normal(8192, _SIZE), MXFP4)
+    return q.codes, q.scales
+
+
+def _run_dequantize(sizes: Sizes, codes, scales) -> Array:
+    return dequantize(codes, scales, None, _SIZE, MXFP4, jnp.dtype(jnp.bfloat16), False, sizes["tile"], sizes["num_warps"])
+
+
+def _half_compensated() -> tuple[Any, ...]:
+    return _normal(8192, _SIZE), jnp.arange(0, _SIZE, 2, dtype=jnp.int32), jnp.ones((), jnp.float32)
+
+
+def _run_residual(sizes: Sizes, x, channels, multiplier) -> Array:
+    return residual_fake_quant(x, channels, multiplier, NVFP4, False, sizes["tile"], sizes["num_warps"])[0]
+
+
 def _grouped(product: str) -> Tunable:
     def problem() -> tuple[Any, ...]:
         x, cotangent, weights = _normal(65536, _SIZE), _normal(65536, _FEATURES), _normal(_EXPERTS, _FEATURES, _SIZE)
@@ -118,18 +137,20 @@ def _run_attention(sizes: Sizes, query, cache) -> Array:
 
 KERNELS: dict[str, Tunable] = {
     "quantizers": Tunable({"tile": (64, 128, 256, 512)}, _quantizers, _run_quantizers),
+    "dequantize": Tunable({"tile": (128, 256, 512, 1024), "num_warps": (2, 4, 8)}, _packed, _run_dequantize),
     "grouped_matmul/forward": _grouped("forward"),
     "grouped_matmul/grad_x": _grouped("grad_x"),
     "grouped_matmul/grad_weights": _grouped("grad_weights"),
     "grouped_matmul_w4/few_rows": _grouped_w4(512),
     "grouped_matmul_w4/many_rows": _grouped_w4(8192),
+    "residual_fake_quant": Tunable({"tile": (128, 256, 512), "num_warps": (2, 4, 8)}, _half_compensated, _run_residual),
     "decode_attention": Tunable(
         {"tokens": (32, 64), "code_bytes": (4096,), "num_warps": (1, 2), "num_stages": (3, 4, 5), "programs": (1584, 2112, 3168)},
         _attention,
         _run_attention,
     ),
 }
-"""The kernels of the table. `quantizers` stands for all four quantizers and is timed on `fake_quant`."""
+"""The kernels of the table. `quantizers` stands for all that take whole blocks and is timed on `fake_quant`."""
 
 
 def timed(kernel: str, time_us: TimeUs) -> list[tuple[float, dict[str, int]]]:

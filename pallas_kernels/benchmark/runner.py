@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.benchmark import attention, elementwise, products
+from pallas_kernels.benchmark import attention, elementwise, fused, products
 from pallas_kernels.benchmark.cases import Case, Setting
 from pallas_kernels.benchmark.limits import copy_bandwidth, measure_limits
 from pallas_kernels.benchmark.rows import measure
@@ -14,7 +14,7 @@ from pallas_kernels.benchmark.timing import Timer
 
 CASES: dict[str, Callable[[Setting], Iterator[Case]]] = {
     **{op: functools.partial(elementwise.cases, op) for op in elementwise.TARGETS},
-    **{op: functools.partial(elementwise.fused, op) for op in elementwise.FUSED},
+    **{op: functools.partial(fused.cases, op) for op in fused.FUSED},
     "grouped_matmul": products.grouped,
     "grouped_matmul_w4a16": products.grouped_w4,
     "matmul_w4": products.single_w4,
@@ -25,7 +25,7 @@ CASES: dict[str, Callable[[Setting], Iterator[Case]]] = {
 
 OPS = tuple(CASES)
 
-MEMORY_BOUND = (*elementwise.TARGETS, *elementwise.FUSED, "kv_append")
+MEMORY_BOUND = (*elementwise.TARGETS, *fused.FUSED, "kv_append")
 """Those without products."""
 
 CALLS = 6

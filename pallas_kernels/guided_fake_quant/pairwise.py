@@ -68,11 +68,14 @@ def guided(op, x, number, constants):
     return op("fma_bf16", op("or", value, op("and", x, 0x80008000)), factor, 0)
 
 
-def record_words(record: UInt32[Array, " n"]) -> list[Int[Array, " n"]]:
+def record_words(record: UInt32[Array, " n"], octets: int) -> list[Int[Array, " n"]]:
     """The record of each octet, from a bit for each value: those of even values in the low half, two apart, the others above."""
-    bits = record.astype(jnp.int32)
-    spread = (bits & 0x5555) | ((bits & 0xAAAA) << 15)
-    return [spread, spread >> 8]
+    words = []
+    for start in range(0, 8 * octets, 16):
+        bits = (record >> start).astype(jnp.int32)
+        spread = (bits & 0x5555) | ((bits & 0xAAAA) << 15)
+        words += [spread, spread >> 8]
+    return words[:octets]
 
 
 def guided_constants(

@@ -10,7 +10,7 @@ from pallas_kernels import pairs
 from pallas_kernels.arithmetic import float_bits, magnitude_bits, stored_value
 from pallas_kernels.formats import NVFP4, BlockFormat
 from pallas_kernels.groups import Groups, block_amax, octets, plan, rounding_of
-from pallas_kernels.guided_fake_quant import pairwise
+from pallas_kernels.guided_fake_quant import pairwise, pairwise_e8m0
 from pallas_kernels.guided_fake_quant.rule import guided_terms
 from pallas_kernels.pair_terms import amax_bits
 from pallas_kernels.sources import Source, stored
@@ -28,6 +28,9 @@ def _body(tiles, scales_ref, *refs, source: Source, kind: str, groups: Groups):
     mantissas = bytes_word(record_ref[0][...]) if kind == "mantissa" else None
     parts = source.octets(loaded)
 
+    def codes(number):
+        return bytes_word(record_ref[0][:, 4 * number : 4 * number + 4])
+
     def general():
         of_block, of_value = (scales[:, None], valid[:, None], _column(own), _column(rollout)), (kind, fmt, rounding_of(out_ref.dtype))
         values = [part.astype(jnp.float32) for part in parts]
@@ -37,19 +40,36 @@ def _body(tiles, scales_ref, *refs, source: Source, kind: str, groups: Groups):
             if mantissas is not None:
                 record = word_bits(mantissas, 8 * number)
             elif kind == "codes":
-                record = word_codes(bytes_word(record_ref[0][:, 4 * number : 4 * number + 4]))
+                record = word_codes(codes(number))
             value, factor, pre = guided_terms(x, amax, record, *of_block, *of_value)
             out_ref[:, octet] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
 
-    def in_pairs(mantissas, own, rollout):
+    def in_pairs(rule, records, constants_of):
         stored_parts = [part.astype(jnp.bfloat16) for part in parts]
-        constants = pairwise.guided_constants(amax_bits(stored_parts, groups.interpret), scales, valid, own, rollout)
-        for octet, part, record in zip(slices, stored_parts, pairwise.record_words(mantissas), strict=True):
-            out_ref[:, octet] = pairs.apply(pairwise.guided, [part], [record, *constants], jnp.bfloat16, groups.interpret)
+        constants = constants_of(amax_bits(stored_parts, groups.interpret), scales, valid)
+        for octet, part, record in zip(slices, stored_parts, records, strict=True):
+            out_ref[:, octet] = pairs.apply(rule, [part], [record, *constants], jnp.bfloat16, groups.interpret)
 
-    bfloat16_nvfp4 = out_ref.dtype == jnp.bfloat16 and fmt.block == NVFP4.block
-    if bfloat16_nvfp4 and mantissas is not None and own is not None and rollout is not None:
-        jax.lax.cond(pairwise.fits(own, rollout), functools.partial(in_pairs, mantissas, own, rollout), general)
+    def in_nvfp4_pairs(mantissas, own, rollout):
+        constants_of = functools.partial(pairwise.guided_constants, multiplier=own, rollout_multiplier=rollout)
+        in_pairs(pairwise.guided, pairwise.record_words(mantissas, len(parts)), constants_of)
+
+    def in_e8m0_pairs():
+        constants_of = functools.partial(pairwise_e8m0.guided_constants, kind=kind)
+        if mantissas is not None:
+            in_pairs(pairwise_e8m0.guided_by_bit, pairwise.record_words(mantissas, len(parts)), constants_of)
+        elif kind == "codes":
+            in_pairs(pairwise_e8m0.guided_by_code, [codes(number).astype(jnp.int32) for number in range(len(parts))], constants_of)
+        else:
+            # Where no bit counts as known any will do.
+            in_pairs(pairwise_e8m0.guided_by_bit, [jnp.zeros(1, jnp.int32)] * len(parts), constants_of)
+
+    if out_ref.dtype != jnp.bfloat16:
+        general()
+    elif own is None or rollout is None:
+        in_e8m0_pairs()
+    elif fmt.block == NVFP4.block and mantissas is not None:
+        jax.lax.cond(pairwise.fits(own, rollout), functools.partial(in_nvfp4_pairs, mantissas, own, rollout), general)
     else:
         general()
 

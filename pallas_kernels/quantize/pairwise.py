@@ -14,12 +14,23 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arithmetic import float_bits
 from pallas_kernels.formats import E4M3_NAN
-from pallas_kernels.pair_terms import DOWN, NO_SHIFT, STEP_SHIFT, clipped_word, mantissa_index, reciprocal_word, shift_word, small_step
+from pallas_kernels.pair_terms import (
+    BOTH,
+    DOWN,
+    NO_SHIFT,
+    ONE,
+    STEP_SHIFT,
+    clipped_word,
+    mantissa_index,
+    reciprocal_word,
+    shift_word,
+    small_step,
+)
+
+CODE_ZERO = ONE - 0xFF
+"""The bits of z at code 0, less just under half a code."""
 
 _LOWEST_FIELD = 127 - 100
-_DOUBLE = 0x10001
-_ONE = 0x3C00
-_CODE_ZERO = _ONE - 0xFF
 
 
 def fits(multipliers: Float[Array, " n"]) -> Bool[Array, ""]:
@@ -32,8 +43,8 @@ def nearest(op, x, number, constants):
     shift, clipped, reciprocal = constants
     h = op("shl", op("clamped_sum_s16", op("and", x, 0x7FFF7FFF), shift, clipped), 3)  # 1
     y = op("mul_f16", h, reciprocal)  # 2
-    z = op("add_f16", y, op("max_f16", y, _ONE * _DOUBLE))
-    code = op("add", z, 2**32 - _CODE_ZERO * _DOUBLE)  # 3
+    z = op("add_f16", y, op("max_f16", y, ONE * BOTH))
+    code = op("add", z, 2**32 - CODE_ZERO * BOTH)  # 3
     return op("or", code, op("and", x, 0x80008000))
 
 

@@ -11,7 +11,7 @@ from pallas_kernels.arithmetic import bits_float, encode_block, encode_gain, flo
 from pallas_kernels.formats import NVFP4, BlockFormat
 from pallas_kernels.groups import Groups, block_amax, octets, plan, rounding_of
 from pallas_kernels.pair_terms import amax_bits
-from pallas_kernels.quantize import pairwise
+from pallas_kernels.quantize import pairwise, pairwise_e8m0
 from pallas_kernels.words import signed_word, word_bytes
 
 
@@ -30,18 +30,27 @@ def _body(x_ref, *refs, fmt: BlockFormat, groups: Groups):
             codes_ref[:, 4 * number : 4 * number + 4] = word_bytes(word)
         scales_ref[...] = scales[:, 0].astype(jnp.uint8)
 
-    def in_pairs(multiplier):
+    def in_pairs(rule, scales, constants):
+        # As many octets at once as make a store of eight bytes.
+        for start in range(0, len(parts), 2):
+            packed = pairs.apply(rule, parts[start : start + 2], constants, jnp.uint8, groups.interpret, pairwise.packed)
+            codes_ref[:, 4 * start : 4 * start + 8] = packed
+        scales_ref[...] = scales.astype(jnp.uint8)
+
+    def in_nvfp4_pairs(multiplier):
         gain = encode_gain(multiplier)
         amax = amax_bits(parts, groups.interpret)
         scales = scale_code(jnp.where(amax < 1 << 23, 0, amax), gain)
-        constants = pairwise.nearest_constants(scales, gain)
-        codes_ref[...] = pairs.apply(pairwise.nearest, parts, constants, jnp.uint8, groups.interpret, pairwise.packed)
-        scales_ref[...] = scales.astype(jnp.uint8)
+        in_pairs(pairwise.nearest, scales, pairwise.nearest_constants(scales, gain))
 
-    if multiplier is None or x_ref.dtype != jnp.bfloat16 or fmt.block != NVFP4.block:
-        general()
+    bfloat16 = x_ref.dtype == jnp.bfloat16
+    if bfloat16 and multiplier is None and fmt.block >= 16:
+        scales = scale_code(amax_bits(parts, groups.interpret), None)
+        in_pairs(pairwise_e8m0.nearest, scales, pairwise_e8m0.nearest_constants(scales))
+    elif bfloat16 and multiplier is not None and fmt.block == NVFP4.block:
+        jax.lax.cond(pairwise.fits(multiplier), functools.partial(in_nvfp4_pairs, multiplier), general)
     else:
-        jax.lax.cond(pairwise.fits(multiplier), functools.partial(in_pairs, multiplier), general)
+        general()
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "interpret"))

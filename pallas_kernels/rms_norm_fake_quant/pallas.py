@@ -5,16 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt16
+from jaxtyping import Array, Float
 
-from pallas_kernels.arithmetic import bits_float, flushed, nearest_bf16
+from pallas_kernels.arithmetic import flushed, nearest_bf16
 from pallas_kernels.blocks import pad_last
 from pallas_kernels.fake_quant import pallas as nearest
 from pallas_kernels.formats import BlockFormat
 from pallas_kernels.groups import Groups, octets, plan
 from pallas_kernels.guided_fake_quant import pallas as guided
 from pallas_kernels.rms_norm_fake_quant.rule import scaled
-from pallas_kernels.sources import Source, require_bfloat16
+from pallas_kernels.sources import Source, join_halves, require_bfloat16, split_halves
 
 
 def normalized(x: Float[Array, "*rows d"], weight: Float[Array, " d"], inverse_rms: Float[Array, "*rows 1"], groups: Groups) -> Source:
@@ -29,21 +29,15 @@ def normalized(x: Float[Array, "*rows d"], weight: Float[Array, " d"], inverse_r
 
     def values(loaded):
         parts, halves, inverse = loaded
-        return [nearest_bf16(scaled(part.astype(jnp.float32), inverse, _joined(*half))) for part, half in zip(parts, halves, strict=True)]
+        return [
+            nearest_bf16(scaled(part.astype(jnp.float32), inverse, join_halves(*half))) for part, half in zip(parts, halves, strict=True)
+        ]
 
-    whole = (*_halves(pad_last(weight, groups.blocks * groups.fmt.block)), groups.row_values(inverse_rms[..., 0]))
+    whole = (
+        *split_halves(pad_last(flushed(weight.astype(jnp.float32)), groups.blocks * groups.fmt.block)),
+        groups.row_values(inverse_rms[..., 0]),
+    )
     return Source((groups.from_last(x, groups.fmt.block),), whole, read, values, x.dtype)
-
-
-def _halves(weight: Float[Array, " d"]) -> tuple[UInt16[Array, " d"], UInt16[Array, " d"]]:
-    """High and low halves of float32 weights: a thread then loads eight of each as it does of x, and keeps whole octets."""
-    halves = jax.lax.bitcast_convert_type(flushed(weight.astype(jnp.float32)), jnp.uint16)
-    return halves[:, 1], halves[:, 0]
-
-
-def _joined(high: UInt16[Array, "n 8"], low: UInt16[Array, "n 8"]) -> Float[Array, "n 8"]:
-    words: tuple[Int[Array, "n 8"], ...] = (high.astype(jnp.int32), low.astype(jnp.int32))
-    return bits_float((words[0] << 16) | words[1])
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "fmt", "interpret"))

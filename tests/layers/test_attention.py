@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import NVFP4, fake_quant, rope_fake_quant, rope_tables
 from trace_jax.layers.attention import attend, causal_mask
 from trace_jax.layers.norm import rms_norm
 from trace_jax.layers.rope import apply_rope
@@ -91,6 +92,14 @@ def test_rope_products_depend_on_the_distance_only():
 
     assert product(7, 3) == pytest.approx(product(57, 53), abs=1e-4)
     assert product(7, 3) != pytest.approx(product(7, 4), abs=1e-3)
+
+
+def test_rope_and_rounding_in_one_kernel_give_the_rounded_keys_of_the_model():
+    key, positions = random(2, 9, 3, 64, dtype=jnp.bfloat16), jnp.arange(18, dtype=jnp.int32).reshape(2, 9)
+    fused = rope_fake_quant(key, *rope_tables(positions, 64, 1e4), NVFP4, np.float32(2.0**-9), implementation="pallas")
+    rounded = fake_quant(apply_rope(key, positions, 1e4), NVFP4, np.float32(2.0**-9))
+    assert rounded.any()
+    np.testing.assert_array_equal(fused.astype(jnp.float32), rounded.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import benchmark
-from pallas_kernels.benchmark import attention, elementwise, peers, products, runner
+from pallas_kernels.benchmark import attention, elementwise, fused, peers, products, runner
 from pallas_kernels.benchmark.cases import Case, Peer, Setting
 from pallas_kernels.benchmark.limits import Limits
 from pallas_kernels.benchmark.rows import measure
@@ -60,7 +60,8 @@ def test_unknown_op_is_explained():
 @pytest.mark.parametrize("op", benchmark.OPS)
 def test_every_call_traces_and_gives_what_its_peer_gives(op, monkeypatch):
     """Traced as the timer would, and not run."""
-    monkeypatch.setattr(elementwise, "SMALL", ONE_SHAPE)
+    for module in (elementwise, fused):
+        monkeypatch.setattr(module, "SMALL", ONE_SHAPE)
     made = list(CASES[op](CPU))
     assert {case.implementation for case in made} == {"reference", "pallas"}
     for case in made:
@@ -76,6 +77,16 @@ def real(monkeypatch):
     monkeypatch.setattr(products, "GROUPED_W4", tuple(ProductShape("experts", rows, EXPERTS, FEATURES, SIZE) for rows in (1, ROWS)))
     monkeypatch.setattr(attention, "DECODE", tuple(AttentionShape(2, 128, 4, 2, head_dim) for head_dim in (128, 64)))
     monkeypatch.setattr(peers, "ragged_products", lambda *_: (Peer(f"{peers.TOKAMAX} (mosaic)", call()),))
+
+
+def test_work_of_fused_roundings(monkeypatch):
+    monkeypatch.setattr(fused, "SMALL", ONE_SHAPE)
+    x, record, tables = 2 * 8 * 64, 8 * (64 // 8 + 64 // 16 + 1), 2 * 4 * 8 * 32
+    expected = {"swiglu_fake_quant": [3 * x], "residual_fake_quant": [2 * x + x // 2]}
+    expected["rms_norm_fake_quant"] = [2 * x, 2 * x + record]
+    expected["rope_fake_quant"] = [2 * x + tables, 2 * x + tables + record]
+    for op, moved in expected.items():
+        assert [case.bytes for case in CASES[op](CPU) if "/nvfp4" in case.op and case.implementation == "pallas"] == moved
 
 
 @pytest.mark.usefixtures("real")

@@ -13,16 +13,20 @@ from pallas_kernels import NVFP4, fake_quant
 from tests.pallas_kernels.base_fused import RmsNormBase, SourcesBase, SwigluBase
 from tests.pallas_kernels.base_guided import GuidedBase
 from tests.pallas_kernels.base_quantize import FakeQuantTransformsBase, QuantizeBase
+from tests.pallas_kernels.base_residual import ResidualBase
+from tests.pallas_kernels.base_rope import RopeBase, RopeSourceBase
 from tests.pallas_kernels.cases import mismatches, normal
 
 pytestmark = pytest.mark.gpu
 
 
-class TestReferenceOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase, RmsNormBase, SwigluBase):
+class TestReferenceOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase, RmsNormBase, SwigluBase, RopeBase, ResidualBase):
     implementation = "reference"
 
 
-class TestPallasOnGpu(QuantizeBase, FakeQuantTransformsBase, GuidedBase, RmsNormBase, SwigluBase, SourcesBase):
+class TestPallasOnGpu(
+    QuantizeBase, FakeQuantTransformsBase, GuidedBase, RmsNormBase, SwigluBase, SourcesBase, RopeBase, RopeSourceBase, ResidualBase
+):
     implementation = "pallas"
 
 

@@ -12,7 +12,9 @@ from pallas_kernels.dequantize.pallas import dequantize
 from pallas_kernels.fake_quant.pallas import fake_quant
 from pallas_kernels.guided_fake_quant.pallas import guided_fake_quant
 from pallas_kernels.quantize.pallas import quantize
+from pallas_kernels.residual_fake_quant.pallas import residual_fake_quant
 from pallas_kernels.rms_norm_fake_quant.pallas import rms_norm_fake_quant
+from pallas_kernels.rope_fake_quant.pallas import rope_fake_quant
 from pallas_kernels.swiglu_fake_quant.pallas import swiglu_fake_quant
 from tests.pallas_kernels.cases import FORMATS
 
@@ -80,3 +82,22 @@ def test_fused_rounding_lowers_for_cuda(fmt):
                 lambda x, w, i, r, kind=kind: rms_norm_fake_quant(x, w, i, r, kind, fmt, interpret=False), x, weight, inverse, rounding
             )
             assert "triton" in text
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_rotation_lowers_for_cuda(fmt):
+    rows, size = (3, 5, 2), 64
+    x, table = Shape((*rows, size), jnp.bfloat16), Shape((*rows[:-1], size // 2), jnp.float32)
+    record = Shape((*rows, size // 8), jnp.uint8), Shape((*rows, fmt.scales_bytes(size)), jnp.uint8), Shape(rows, jnp.bool_)
+    m = multipliers(fmt, rows)[-1]
+    for kind, rounding in ((None, (m,)), ("mantissa", (*record, m, m))):
+        text = lowered(lambda x, c, s, r, kind=kind: rope_fake_quant(x, c, s, r, kind, fmt, interpret=False), x, table, table, rounding)
+        assert "triton" in text
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_residual_rounding_lowers_for_cuda(fmt):
+    rows, size = (3, 5), 104
+    x, channels = Shape((*rows, size), jnp.bfloat16), Shape((45,), jnp.int32)
+    for m in multipliers(fmt, rows):
+        assert "triton" in lowered(lambda x, c, m: residual_fake_quant(x, c, m, fmt, interpret=False), x, channels, m)

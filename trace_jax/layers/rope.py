@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import keep_rounding
+from pallas_kernels.rope_fake_quant import rule
 
 
 def apply_rope(x: Float[Array, "B T heads head_dim"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T heads head_dim"]:
@@ -13,11 +12,4 @@ def apply_rope(x: Float[Array, "B T heads head_dim"], positions: Int[Array, "B T
 
     Angles and products are float32; the result has the dtype of `x`. Source: Su et al., RoFormer, arXiv 2104.09864.
     """
-    half = x.shape[-1] // 2
-    exponent = jnp.arange(half, dtype=jnp.float32) / half
-    inverse_frequency = jnp.power(jnp.float32(theta), -exponent)
-    angle = positions.astype(jnp.float32)[:, :, None, None] * inverse_frequency[None, None, None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return keep_rounding(rotated.astype(x.dtype))
+    return rule.rotate(x, *rule.rope_tables(positions, x.shape[-1], theta))
