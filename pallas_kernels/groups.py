@@ -2,8 +2,7 @@
 
 A tensor [..., d] becomes [n, block], n = rows * ceil(d / block), padded to whole tiles of groups; one program handles one
 tile. A thread then owns whole blocks, the block maximum needs no exchange between threads, and any shape reduces to one
-case. What belongs to a row (multiplier, validity) is one value for all groups, or one for each row. A kernel that needs no block
-maximum may cut finer: with eight values to a group the stores of neighbouring threads lie next to each other.
+case. What belongs to a row (multiplier, validity) is one value for all groups, or one for each row.
 
 The same body runs on CPU in interpret mode and on NVIDIA GPUs through the Triton lowering, which wants powers of two in
 every shape and does not mask a last partial tile: hence the padding.
@@ -36,11 +35,9 @@ class Groups:
     Args:
       rows: leading axes of the tensor.
       size: its last axis.
-      fmt: the format; a group is one of its blocks, or a part of one.
+      fmt: the format; a group is one of its blocks.
       interpret: whether the bodies run in interpret mode.
       tile: groups of one program, a power of two.
-      part: values of a group, if it is not a whole block.
-      warps: of one program on a GPU, if not one for every 32 groups.
     """
 
     rows: tuple[int, ...]
@@ -48,18 +45,11 @@ class Groups:
     fmt: BlockFormat
     interpret: bool
     tile: int
-    part: int | None = None
-    warps: int | None = None
-
-    @property
-    def values(self) -> int:
-        """Values of a group."""
-        return self.part or self.fmt.block
 
     @property
     def blocks(self) -> int:
-        """Groups of one row."""
-        return -(-self.size // self.values)
+        """Blocks of one row."""
+        return self.fmt.scales_bytes(self.size)
 
     @property
     def count(self) -> int:
@@ -76,11 +66,11 @@ class Groups:
 
     @property
     def num_warps(self) -> int:
-        """Warps of one program on a GPU. One group a thread, or several, never less: a thread then owns whole octets (`pairs`)."""
-        return self.warps or max(self.tile // 32, 1)
+        """Warps of one program on a GPU. One group a thread, never less: a thread then owns whole octets (`pairs`)."""
+        return max(self.tile // 32, 1)
 
     def from_last(self, x: Shaped[Array, "*rows d"], width: int) -> Shaped[Array, "n width"]:
-        """An array whose last axis holds `width` entries for each group (the last group of a row may be cut short), as groups."""
+        """An array whose last axis holds `width` entries for each block (the last block may be cut short), as groups."""
         return self._padded(pad_last(x, self.blocks * width).reshape(self.count, width))
 
     def to_last(self, groups: Shaped[Array, "n width"], length: int) -> Shaped[Array, "*rows length"]:
@@ -120,14 +110,6 @@ class Groups:
             return ref[...]
         return ref[jax.lax.div(self._numbers(), self.blocks)]
 
-    def of_blocks(self, ref: jax.Ref) -> Shaped[Array, " n"]:
-        """Inside a body: the entry of each group's block, from one for every block of the tensor, where groups are parts of blocks."""
-        number, parts = self._numbers(), self.fmt.block // self.values
-        if self.blocks % parts == 0:
-            return ref[jax.lax.div(number, parts)]
-        row, column = jax.lax.div(number, self.blocks), jax.lax.rem(number, self.blocks)
-        return ref[row * self.fmt.scales_bytes(self.size) + jax.lax.div(column, parts)]
-
     def of_columns(self, ref: jax.Ref, octet: slice) -> Shaped[Array, "n 8"]:
         """Inside a body: an octet of each group from a row that all rows of the tensor share, padded to whole blocks."""
         return self.octet_at(ref, self.places(octet)[1])
@@ -135,7 +117,7 @@ class Groups:
     def places(self, octet: slice) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
         """Inside a body: the row of the tensor and the column in which an octet of each group begins."""
         number = self._numbers()
-        return jax.lax.div(number, self.blocks), jax.lax.rem(number, self.blocks) * self.values + octet.start
+        return jax.lax.div(number, self.blocks), jax.lax.rem(number, self.blocks) * self.fmt.block + octet.start
 
     def octet_at(self, ref: jax.Ref, start: Int[Array, " n"]) -> Shaped[Array, "n 8"]:
         """Inside a body: eight values of a whole array for each group, from multiples of eight on, so that they are one load."""
@@ -155,17 +137,8 @@ class Groups:
         return jnp.pad(groups, [(0, missing)] + [(0, 0)] * (groups.ndim - 1)) if missing else groups
 
 
-def plan(
-    shape: tuple[int, ...],
-    fmt: BlockFormat,
-    interpret: bool | None,
-    tile: int | None = None,
-    part: int | None = None,
-    warps: int | None = None,
-) -> Groups:
+def plan(shape: tuple[int, ...], fmt: BlockFormat, interpret: bool | None, tile: int | None = None) -> Groups:
     """The tiling for a tensor; interpret None takes interpret mode on CPU and compiles for a GPU, with the tile of the device if None.
-
-    `part` and `warps` as in `Groups`.
 
     Raises NotImplementedError if the kernels cannot serve the format, the shape or the device.
     """
@@ -173,10 +146,10 @@ def plan(
         raise NotImplementedError(f"the Pallas kernels take blocks of {', '.join(map(str, _BLOCKS))} values, not {fmt.block} ({fmt.name})")
     interpret = interpreted(interpret)
     tile = tile or tilings.lookup("quantizers")["tile"]
-    groups = Groups(shape[:-1], shape[-1], fmt, interpret, 1, part, warps)
+    groups = Groups(shape[:-1], shape[-1], fmt, interpret, 1)
     if groups.count == 0:
         raise NotImplementedError(f"the Pallas kernels need at least one row, got shape {shape}")
-    if (groups.count + tile) * groups.values > _LARGEST_OFFSET:
+    if (groups.count + tile) * fmt.block > _LARGEST_OFFSET:
         raise NotImplementedError(f"the Pallas kernels address at most {_LARGEST_OFFSET} values, got shape {shape}; split the rows")
     wanted = -(-groups.count // _INTERPRET_PROGRAMS) if interpret else tile
     return dataclasses.replace(groups, tile=1 << (max(wanted, 16) - 1).bit_length())

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
-from jaxtyping import Array, BFloat16, Int, Shaped, UInt32
+from jaxtyping import Array, BFloat16, Int, Shaped, UInt8, UInt32
 
-from pallas_kernels.arithmetic import bits_float, float_bits
+from pallas_kernels.arithmetic import float_bits
 
 Word: TypeAlias = Any
 """uint32 array, or the name of a PTX register."""
@@ -59,7 +59,7 @@ def apply(
         return combine(op, [rule(op, word, place % _WORDS, names) for place, word in enumerate(words)])
 
     if not interpret:
-        out = _assembled(compute, octets, constants, octets[0].shape, dtype)
+        out = _assembled(compute, octets, constants, dtype)
         return (jnp.sum(out, axis=1) if dtype == jnp.uint32 else out).astype(dtype)
     number, columns = _emulated(constants)
     pairs = [jax.lax.bitcast_convert_type(octet.reshape(-1, _WORDS, 2), jnp.uint32) for octet in octets]
@@ -70,23 +70,27 @@ def apply(
     return jax.lax.bitcast_convert_type(jnp.stack(results, axis=-1), dtype).reshape(-1, _OCTET)
 
 
-def expand(rule: Rule, word: UInt32[Array, " n"], constants: Sequence[Int[Array, " #n"]], interpret: bool) -> BFloat16[Array, "n 8"]:
-    """The other way: a word of eight codes to eight values, for every group.
+def expand(
+    rule: Rule, packed: UInt8[Array, "n 8"], place: int, constants: Sequence[Int[Array, " #n"]], interpret: bool
+) -> BFloat16[Array, "n 8"]:
+    """The other way: a word of eight codes to eight values.
 
     Args:
       rule: gets the word, the number of a pair of its codes, and the constants; returns the pair's values.
-      word: of each group.
+      packed: two words of every group, as bytes.
+      place: 0 for the first of them, 1 for the second.
       constants: a word for each group, or for all of them.
       interpret: whether the body runs in interpret mode.
     """
     if not interpret:
-        compute = lambda op, words, names: [rule(op, names[0], number, names[1:]) for number in range(_WORDS)]  # noqa: E731
-        return _assembled(compute, [], [word.astype(jnp.int32), *constants], (*word.shape, _OCTET), jnp.dtype(jnp.bfloat16))
-    number, (column, *columns) = _emulated([word, *constants])
-    return jax.lax.bitcast_convert_type(rule(_emulated_op, column, number, columns), jnp.bfloat16).reshape(-1, _OCTET)
+        compute = lambda op, words, names: [rule(op, words[place], number, names) for number in range(_WORDS)]  # noqa: E731
+        return _assembled(compute, [packed], constants, jnp.dtype(jnp.bfloat16))
+    number, columns = _emulated(constants)
+    word = jax.lax.bitcast_convert_type(packed.reshape(-1, 2, 4), jnp.uint32)[:, place, None]
+    return jax.lax.bitcast_convert_type(rule(_emulated_op, word, number, columns), jnp.bfloat16).reshape(-1, _OCTET)
 
 
-def _emulated(constants: Sequence[Shaped[Array, " #n"]]) -> tuple[Word, list[Word]]:
+def _emulated(constants: Sequence[Int[Array, " #n"]]) -> tuple[Word, list[Word]]:
     """The numbers of all words of an octet, and the constants, in shapes that broadcast against [n, 4]."""
     return jax.lax.broadcasted_iota(jnp.uint32, (1, _WORDS), 1), [constant.astype(jnp.uint32)[:, None] for constant in constants]
 
@@ -97,8 +101,9 @@ def _emulated_op(name: str, *operands: Word | int) -> Word:
     return jax.lax.optimization_barrier(result)
 
 
-def _assembled(compute, arguments, constants, shape, dtype) -> jax.Array:
+def _assembled(compute, arguments, constants, dtype) -> jax.Array:
     """`compute(op, words, names)` over all words of eight elements of the arguments, as a block of PTX; gives the words of the result."""
+    shape = arguments[0].shape
     outputs, inputs = _OCTET * dtype.itemsize // 4, _OCTET * sum(array.dtype.itemsize for array in arguments) // 4
     words = [f"${outputs + number}" for number in range(inputs)]
     # A constant is the same for the eight elements and takes eight operands, of which the first is read.
@@ -167,13 +172,10 @@ def _fused(a, b, c):
     return jnp.where((total == 0.0) & (float_bits(c) >= 0), 0.0, total)
 
 
-def _lifted(half, power):
-    magnitude, power_bits = half & 0x7FFF, power.astype(jnp.int32) << 16
-    normal = jax.lax.bitcast_convert_type(magnitude, jnp.bfloat16).astype(jnp.float32) * bits_float(power_bits)
-    # A subnormal number is its bits, times 2^-133; XLA would make one constant of two powers, and that a subnormal one.
-    exponents = power_bits - (127 << 23) - (133 << 23)
-    subnormal = bits_float(float_bits(magnitude.astype(jnp.float32)) + jnp.where(magnitude > 0, exponents, 0))
-    value = jnp.where(magnitude < 0x80, subnormal, normal)
+def _lifted(half):
+    magnitude = half & 0x7FFF
+    normal = jax.lax.bitcast_convert_type(magnitude, jnp.bfloat16).astype(jnp.float32) * 2.0**126
+    value = jnp.where(magnitude < 0x80, magnitude.astype(jnp.float32) * 2.0**-7, normal)
     return jax.lax.bitcast_convert_type(value.astype(jnp.bfloat16), jnp.uint16) | (half & 0x8000)
 
 
@@ -203,12 +205,12 @@ INSTRUCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "mul_f16": ("mul.rn.f16x2 {0}, {1}, {2};", _on_floats(_F16, lambda a, b: a * b)),
     "fma_f16": ("fma.rn.f16x2 {0}, {1}, {2}, {3};", _on_floats(_F16, _fused)),
     "fma_bf16": ("fma.rn.bf16x2 {0}, {1}, {2}, {3};", _on_floats(_BF16, _fused)),
-    "lift_bf16": ("mul.rn.bf16x2 {0}, {1}, {2};", _half_by_half(jnp.uint16, _lifted)),
+    "lift_bf16": ("mov.b32 {0}, 0x7E807E80; mul.rn.bf16x2 {0}, {1}, {0};", _half_by_half(jnp.uint16, _lifted)),
     "reached_bf16": ("set.ge.u32.bf16x2 {0}, {1}, {2};", _half_by_half(jnp.int16, lambda a, b: -(a >= b).astype(jnp.int16))),
 }
 """Name: (PTX with the result as {0}, jnp function of uint32 words).
 
 `clamped_sum_s16` is max(min(a + b, c), 0) of signed halves whose sum must not overflow, `less_f16` gives 1.0 or 0.0,
-`reached_bf16` all ones or zeros where a >= b for magnitudes, `lift_bf16` a * b for |a| < 2, subnormal ones too (GPUs multiply them
-exactly, XLA on CPU does not), and a power of two b of at least 2^64, `bytes` takes a selector of four digits 0..7.
+`reached_bf16` all ones or zeros where a >= b for magnitudes, `lift_bf16` 2^126 * a for |a| < 2, subnormal ones too (GPUs multiply them
+exactly, XLA on CPU does not), `bytes` takes a selector of four digits 0..7.
 """

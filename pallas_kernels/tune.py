@@ -26,9 +26,8 @@ from pallas_kernels.benchmark.runner import CALLS
 from pallas_kernels.benchmark.timing import Call, Timer
 from pallas_kernels.decode_attention import pallas as attention
 from pallas_kernels.decode_attention.paged_kv import empty_paged_kv
-from pallas_kernels.dequantize.pallas import dequantize
 from pallas_kernels.fake_quant.pallas import fake_quant
-from pallas_kernels.formats import MXFP4, NVFP4
+from pallas_kernels.formats import NVFP4
 from pallas_kernels.grouped_matmul import pallas as grouped
 from pallas_kernels.grouped_matmul_w4 import pallas as grouped_w4
 from pallas_kernels.grouped_matmul_w4.layout import prepare_w4
@@ -80,15 +79,6 @@ def _run_quantizers(sizes: Sizes, x, multiplier) -> Array:
     return fake_quant(x, multiplier, NVFP4, False, sizes["tile"])
 
 
-def _packed() -> tuple[Any, ...]:
-    q = quantize(_normal(8192, _SIZE), MXFP4)
-    return q.codes, q.scales
-
-
-def _run_dequantize(sizes: Sizes, codes, scales) -> Array:
-    return dequantize(codes, scales, None, _SIZE, MXFP4, jnp.dtype(jnp.bfloat16), False, sizes["tile"], sizes["num_warps"])
-
-
 def _half_compensated() -> tuple[Any, ...]:
     return _normal(8192, _SIZE), jnp.arange(0, _SIZE, 2, dtype=jnp.int32), jnp.ones((), jnp.float32)
 
@@ -137,7 +127,6 @@ def _run_attention(sizes: Sizes, query, cache) -> Array:
 
 KERNELS: dict[str, Tunable] = {
     "quantizers": Tunable({"tile": (64, 128, 256, 512)}, _quantizers, _run_quantizers),
-    "dequantize": Tunable({"tile": (128, 256, 512, 1024), "num_warps": (2, 4, 8)}, _packed, _run_dequantize),
     "grouped_matmul/forward": _grouped("forward"),
     "grouped_matmul/grad_x": _grouped("grad_x"),
     "grouped_matmul/grad_weights": _grouped("grad_weights"),

@@ -30,7 +30,6 @@ def small_problem(monkeypatch):
 GROUPED = {"rows": 128, "columns": 256, "step": 64, "num_warps": 8, "num_stages": 3}
 H200 = {f"grouped_matmul/{product}": GROUPED for product in PRODUCTS} | {
     "decode_attention": {"tokens": 64, "code_bytes": 4096, "num_warps": 1, "num_stages": 3, "programs": 1584},
-    "dequantize": {"tile": 512, "num_warps": 4},
     "grouped_matmul_w4/few_rows": {"features": 64, "num_stages": 2, "programs": 528},
     "grouped_matmul_w4/many_rows": {"features": 128, "num_stages": 3, "programs": 528},
     "quantizers": {"tile": 128},
