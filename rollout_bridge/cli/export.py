@@ -22,6 +22,9 @@ def export(
     declare_kv: Annotated[
         str | None, typer.Option("--declare-kv", help="nvfp4: vLLM keeps its KV cache in FP4 unless told otherwise.")
     ] = None,
+    activations: Annotated[
+        str | None, typer.Option("--activations", help="bf16: the engine leaves the experts' inputs unrounded (W4A16).")
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read everything back and compare it with what the trainer computes.")] = False,
     task: Annotated[
         str | None, typer.Option("--task", help="Task whose prompts calibrate a checkpoint that never was; the run's own by default.")
@@ -32,7 +35,7 @@ def export(
     from rollout_bridge.export import ExportSettings, export_checkpoint
     from rollout_bridge.export.run import print_export
 
-    settings = ExportSettings(format, scope, declare_kv)
+    settings = ExportSettings(format, scope, declare_kv, activations)
     run_and_show(
         lambda display: export_checkpoint(
             policy, out, settings, verify=verify, task=task, overrides=overrides or [], announce=display.announce

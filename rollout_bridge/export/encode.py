@@ -96,7 +96,8 @@ def _quantized(
                 yield f"{module}.weight", block.codes[offset]
                 yield f"{module}.weight_scale", block.scales[offset].view(DTYPES["F8_E4M3"])
                 yield f"{module}.weight_scale_2", block.multiplier[offset, 0]
-                yield f"{module}.input_scale", multipliers[INPUT_SITES[name]][entry.position[0]]
+                if settings.rounds_activations:
+                    yield f"{module}.input_scale", multipliers[INPUT_SITES[name]][entry.position[0]]
 
 
 def _require_finite(name: str, block: Quantized, offset: int) -> None:

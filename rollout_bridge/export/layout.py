@@ -47,7 +47,7 @@ def tensor_plan(policy: Policy, settings: ExportSettings) -> list[TensorSpec]:
     plan: list[TensorSpec] = []
     for entry in key_map(policy.family, policy.config):
         if settings.block is not None and is_quantized(entry, layers):
-            plan += expert_tensors(module_of(entry), entry.shape, settings.block)
+            plan += expert_tensors(module_of(entry), entry.shape, settings.block, settings.rounds_activations)
         else:
             plan.append(TensorSpec(entry.name, "BF16", entry.shape))
         site = kv_site(entry)
@@ -56,18 +56,18 @@ def tensor_plan(policy: Policy, settings: ExportSettings) -> list[TensorSpec]:
     return plan
 
 
-def expert_tensors(module: str, shape: tuple[int, ...], block: BlockFormat) -> list[TensorSpec]:
-    """The tensors of one quantized projection `[out, in]`."""
+def expert_tensors(module: str, shape: tuple[int, ...], block: BlockFormat, activations: bool) -> list[TensorSpec]:
+    """The tensors of one quantized projection `[out, in]`, with the multiplier of its input where activations are rounded as well."""
     out, size = shape
     codes, scales = (out, block.codes_bytes(size)), (out, block.scales_bytes(size))
     if not block.has_multiplier:
         return [TensorSpec(f"{module}.weight_packed", "U8", codes), TensorSpec(f"{module}.weight_scale", "U8", scales)]
-    return [
+    tensors = [
         TensorSpec(f"{module}.weight", "U8", codes),
         TensorSpec(f"{module}.weight_scale", "F8_E4M3", scales),
         TensorSpec(f"{module}.weight_scale_2", "F32", ()),
-        TensorSpec(f"{module}.input_scale", "F32", ()),
     ]
+    return [*tensors, TensorSpec(f"{module}.input_scale", "F32", ())] if activations else tensors
 
 
 def unquantized_modules(policy: Policy, settings: ExportSettings) -> list[str]:

@@ -20,13 +20,14 @@ def quantization_config(policy: Policy, settings: ExportSettings) -> dict[str, A
     if settings.format == "bf16":
         return None
     if settings.format == "mxfp4":
-        return _compressed_tensors(unquantized_modules(policy, settings))
+        return _compressed_tensors(unquantized_modules(policy, settings), settings.rounds_activations)
     arguments = {"num_bits": 4, "type": "float", "group_size": NVFP4.block, "dynamic": False}
+    inputs = arguments if settings.rounds_activations else None
     config = {
         "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
+        "quant_algo": quant_algo(settings),
         "group_size": NVFP4.block,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": arguments, "input_activations": arguments}},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": arguments, "input_activations": inputs}},
         "ignore": modelopt_exclusions(policy, settings),
         "producer": PRODUCER,
     }
@@ -38,12 +39,17 @@ def quantization_config(policy: Policy, settings: ExportSettings) -> dict[str, A
 def hf_quant_config(policy: Policy, settings: ExportSettings) -> dict[str, Any]:
     """The same for `hf_quant_config.json`, which older readers of NVFP4 take; they want every key."""
     quantization = {
-        "quant_algo": "NVFP4",
+        "quant_algo": quant_algo(settings),
         "kv_cache_quant_algo": "NVFP4" if settings.declare_kv else None,
         "group_size": NVFP4.block,
         "exclude_modules": modelopt_exclusions(policy, settings),
     }
     return {"producer": PRODUCER, "quantization": quantization}
+
+
+def quant_algo(settings: ExportSettings) -> str:
+    """ModelOpt's name of W4A4 and of W4A16, which must not be taken for one another."""
+    return "NVFP4" if settings.rounds_activations else "W4A16_NVFP4"
 
 
 def modelopt_exclusions(policy: Policy, settings: ExportSettings) -> list[str]:
@@ -54,7 +60,7 @@ def modelopt_exclusions(policy: Policy, settings: ExportSettings) -> list[str]:
     return list(dict.fromkeys(containers))
 
 
-def _compressed_tensors(excluded: list[str]) -> dict[str, Any]:
+def _compressed_tensors(excluded: list[str], activations: bool) -> dict[str, Any]:
     arguments = {
         "num_bits": 4,
         "type": "float",
@@ -67,7 +73,7 @@ def _compressed_tensors(excluded: list[str]) -> dict[str, Any]:
     group = {
         "targets": ["Linear"],
         "weights": arguments | {"dynamic": False},
-        "input_activations": arguments | {"dynamic": True},
+        "input_activations": arguments | {"dynamic": True} if activations else None,
         "output_activations": None,
         "format": "mxfp4-pack-quantized",
     }

@@ -100,6 +100,7 @@ def export_checkpoint(
         "checkpoint": str(stored.folder),
         "version": stored.meta["progress"]["version"],
         "format": settings.format,
+        "activations": settings.format if settings.rounds_activations else "bf16",
         "quantized_layers": list(layers),
         "kv_cache_declared": settings.declare_kv,
         "calibrated_now": bool(missing),

@@ -23,6 +23,7 @@ class ExportSettings:
       format: `nvfp4` (ModelOpt layout), `mxfp4` (compressed-tensors layout) or `bf16`.
       scope: `routed_experts`, or `routed_experts:LAYERS` with `all`, `last_half`, `last:N`, `first:N` or ids like `2,3`.
       declare_kv: `nvfp4` makes vLLM keep its KV cache in FP4 by default; None leaves that to its command line.
+      activations: None rounds the experts' inputs to the format of the weights (W4A4); `bf16` leaves them (W4A16).
 
     Raises:
       UserError: an unknown value, or an FP4 KV cache declared in a layout that has no field for it.
@@ -31,6 +32,7 @@ class ExportSettings:
     format: str = "nvfp4"
     scope: str = EXPERTS
     declare_kv: str | None = None
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -47,6 +49,8 @@ class ExportSettings:
                 f"--declare-kv {self.declare_kv} needs --format nvfp4: vLLM reads no FP4 KV cache from a {self.format} checkpoint; "
                 "leave it out and give vLLM --kv-cache-dtype"
             )
+        if self.activations not in (None, "bf16", self.format):
+            raise UserError(f"--activations {self.activations} does not go with --format {self.format}; write bf16, or leave it out")
 
     @property
     def block(self) -> BlockFormat | None:
@@ -54,9 +58,16 @@ class ExportSettings:
         return None if self.format == "bf16" else block_format(self.format)
 
     @property
+    def rounds_activations(self) -> bool:
+        """Whether the engine rounds the experts' inputs (W4A4); W4A16 otherwise."""
+        return self.format != "bf16" and self.activations != "bf16"
+
+    @property
     def sites(self) -> tuple[str, ...]:
         """Sites whose static multipliers are written."""
-        return {"nvfp4": SITES, "mxfp4": KV_SITES, "bf16": ()}[self.format]
+        if self.format == "bf16":
+            return ()
+        return SITES if self.format == "nvfp4" and self.rounds_activations else KV_SITES
 
     def quantized_layers(self, num_layers: int) -> tuple[int, ...]:
         """Layers whose routed experts are quantized.

@@ -86,7 +86,7 @@ def _pairs(
         experts = [entry for entry in entries if is_expert(entry) and entry.position[0] == layer]
         yield from _expert_weights(files, policy, settings.format if layer in layers else "bf16", params, experts)
         if settings.format == "nvfp4" and layer in layers:
-            yield from _expert_multipliers(files, experts, multipliers)
+            yield from _expert_multipliers(files, experts, multipliers, settings.rounds_activations)
 
 
 def _expert_weights(files: ExportedFiles, policy: Policy, fmt: str, params: StoredParams, entries: list) -> Iterator[Pair]:
@@ -99,15 +99,16 @@ def _expert_weights(files: ExportedFiles, policy: Policy, fmt: str, params: Stor
                 yield entry.name, files.decode(module_of(entry)), weight
 
 
-def _expert_multipliers(files: ExportedFiles, entries: list, multipliers: Multipliers) -> Iterator[Pair]:
+def _expert_multipliers(files: ExportedFiles, entries: list, multipliers: Multipliers, activations: bool) -> Iterator[Pair]:
     sites = {"gate": "expert_input", "up": "expert_input", "down": "down_input"}
     for entry in entries:
         module, projection = module_of(entry), entry.path[-1]
         name = f"{module}.weight_scale_2"
         shared = name.replace("up_proj", "gate_proj") if projection == "up" else name
         yield name, _positive(name, files.read(name)), files.read(shared)
-        name = f"{module}.input_scale"
-        yield name, _positive(name, files.read(name)), multipliers[sites[projection]][entry.position[0]]
+        if activations:
+            name = f"{module}.input_scale"
+            yield name, _positive(name, files.read(name)), multipliers[sites[projection]][entry.position[0]]
 
 
 def _positive(name: str, values: np.ndarray) -> np.ndarray:

@@ -4,7 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from rollout_bridge.vllm_plugin.numerics import NVFP4, Quantized, dequantize, fake_quant
+from rollout_bridge.vllm_plugin.activations import Rounding
+from rollout_bridge.vllm_plugin.numerics import Quantized, dequantize
+
+UNROUNDED = Rounding()
 
 
 def apply_experts(
@@ -13,8 +16,8 @@ def apply_experts(
     mixing: Tensor,
     gate_up: Quantized,
     down: Quantized,
-    input_multiplier: Tensor | None,
-    hidden_multiplier: Tensor | None,
+    expert_input: Rounding = UNROUNDED,
+    down_input: Rounding = UNROUNDED,
 ) -> Tensor:
     """Sums the k selected experts of every token, weighted.
 
@@ -27,22 +30,20 @@ def apply_experts(
       mixing: weights of the selected experts, float32 [N, k].
       gate_up: [E, 2F, D], the gate's rows first, one multiplier per expert ([E, 1]).
       down: [E, D, F], one multiplier per expert ([E, 1]).
-      input_multiplier: float32 scalar of the expert input; None leaves it as it is (W4A16).
-      hidden_multiplier: the same of the down projection's input.
+      expert_input: rounding of x; by default W4A16.
+      down_input: the same of the down projection's input.
 
     Returns:
       [N, D] in the dtype of x.
     """
-    if input_multiplier is not None:
-        x = fake_quant(x, NVFP4, input_multiplier)
+    rows = expert_input.input(x)
     outputs = torch.zeros(*ids.shape, x.shape[-1], dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         token, place = torch.where(ids == expert)
-        gate, up = (x[token] @ dequantize(_expert(gate_up, expert), x.dtype).T).chunk(2, dim=-1)
+        weight = expert_input.weight(dequantize(_expert(gate_up, expert), x.dtype))
+        gate, up = (rows[token] @ weight.T).chunk(2, dim=-1)
         hidden = (silu(gate.to(torch.float32)) * up.to(torch.float32)).to(x.dtype)
-        if hidden_multiplier is not None:
-            hidden = fake_quant(hidden, NVFP4, hidden_multiplier)
-        output = hidden @ dequantize(_expert(down, expert), x.dtype).T
+        output = down_input.input(hidden) @ down_input.weight(dequantize(_expert(down, expert), x.dtype)).T
         outputs[token, place] = output.to(torch.float32) * mixing[token, place, None].to(torch.float32)
     return outputs.sum(dim=1).to(x.dtype)
 

@@ -7,24 +7,51 @@ from rollout_bridge.vllm_plugin.weights.update import BACKEND
 QUANTIZATION = "modelopt_fp4"
 """vLLM's name for ModelOpt's NVFP4 checkpoints, which this plugin serves where vLLM cannot."""
 
+PACKAGE = "rollout_bridge.vllm_plugin"
+
 
 @functools.cache
 def register() -> None:
-    """Weight updates through a ring; on CPU NVFP4 checkpoints in the ModelOpt layout, which load and run with emulated W4A4.
+    """Weight updates through a ring, and trace-jax's numerics in vLLM.
 
-    Elsewhere vLLM's own paths stay as they are.
+    On CPU: NVFP4 checkpoints in the ModelOpt layout load and run with emulated W4A4 or W4A16, K and V are rounded as the settings say,
+    and the layers between round in the trainer's order. On CUDA only K and V are: weights and activations are vLLM's own affair.
+
+    Raises:
+      RuntimeError: a vLLM of another version than the plugin knows.
     """
+    from rollout_bridge.vllm_plugin.versions import require_supported
+
+    require_supported()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
     WeightTransferEngineFactory.register_engine(BACKEND, "rollout_bridge.vllm_plugin.weights.transfer_engine", "RingWeightTransferEngine")
-    if not current_platform.is_cpu():
-        return
-    from vllm.model_executor.kernels.linear import register_linear_kernel
+    if current_platform.is_cpu():
+        _register_cpu()
+    elif current_platform.is_cuda():
+        _register_cuda()
+
+
+def _register_cpu() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
-    from vllm.platforms import PlatformEnum
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from rollout_bridge.vllm_plugin.cpu import CanonicalModelOptNvFp4Config, CanonicalNvFp4LinearKernel
+    from rollout_bridge.vllm_plugin import output_bias, reference_layers  # noqa: F401  importing them registers their layers
+    from rollout_bridge.vllm_plugin.cpu import CanonicalModelOptNvFp4Config, use_canonical_linears
+    from rollout_bridge.vllm_plugin.mxfp4 import CanonicalCompressedTensorsConfig
 
-    register_linear_kernel(CanonicalNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
+    use_canonical_linears()
     register_quantization_config(QUANTIZATION)(CanonicalModelOptNvFp4Config)
+    register_quantization_config("compressed-tensors")(CanonicalCompressedTensorsConfig)
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{PACKAGE}.cpu_attention.RoundedCpuBackend")
+
+
+def _register_cuda() -> None:
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from rollout_bridge.vllm_plugin.cuda import RoundedCacheModelOptNvFp4Config
+
+    register_quantization_config(QUANTIZATION)(RoundedCacheModelOptNvFp4Config)
+    register_backend(AttentionBackendEnum.FLASH_ATTN, f"{PACKAGE}.flash_attention.RoundedFlashBackend")

@@ -29,7 +29,7 @@ def test_the_entry_point_is_the_command(capsys: pytest.CaptureFixture[str]) -> N
     assert " export " in capsys.readouterr().out
     assert app.main(["export", "--help"]) == 0
     shown = capsys.readouterr().out
-    for word in ("RUN_OR_CHECKPOINT", "OUT", "--format", "--scope", "--declare-kv", "--verify", "--json"):
+    for word in ("RUN_OR_CHECKPOINT", "OUT", "--format", "--scope", "--declare-kv", "--activations", "--verify", "--json"):
         assert word in shown
 
 

@@ -150,3 +150,19 @@ def test_exp_13_a_scope_that_matches_nothing_is_refused(scope: str, line: str) -
     with pytest.raises(UserError, match=line):
         ExportSettings(scope=scope).quantized_layers(3)
     assert ExportSettings(scope="routed_experts:0,2").quantized_layers(3) == (0, 2)
+
+
+def test_w4a16_is_never_taken_for_w4a4(exported: Callable) -> None:
+    """Another name of the algorithm, no inputs in the groups, and no multiplier of an input that an engine could use."""
+    made, w4a4 = exported("nvfp4", activations="bf16"), exported("nvfp4")
+    config, legacy = made.config["quantization_config"], json.loads((made.path / "hf_quant_config.json").read_text())
+    assert config["quant_algo"] == legacy["quantization"]["quant_algo"] == "W4A16_NVFP4" != w4a4.config["quantization_config"]["quant_algo"]
+    assert config["config_groups"]["group_0"]["input_activations"] is None and made.result["activations"] == "bf16"
+    assert w4a4.result["activations"] == "nvfp4"
+    dropped = {name for name in w4a4.files.declared if name.endswith(".input_scale")}
+    assert len(dropped) == 3 * CONFIG.num_experts * CONFIG.num_layers
+    assert w4a4.files.declared == made.files.declared | {name: ("F32", ()) for name in dropped}
+    group = quantization_config(policy(), ExportSettings("mxfp4", activations="bf16"))["config_groups"]["group_0"]  # pyright: ignore[reportOptionalSubscript]
+    assert group["input_activations"] is None
+    with pytest.raises(UserError, match="--activations nvfp4 does not go with --format mxfp4; write bf16, or leave it out"):
+        ExportSettings("mxfp4", activations="nvfp4")

@@ -13,6 +13,7 @@ from rollout_bridge.vllm_plugin.numerics.residual import (
     largest_channels,
     residual,
     residual_multiplier,
+    residual_operand,
     residual_pair,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "quantize",
     "residual",
     "residual_multiplier",
+    "residual_operand",
     "residual_pair",
     "unpack_codes",
 ]

@@ -46,8 +46,13 @@ def residual_pair(x: Tensor, fmt: BlockFormat, multiplier: Multiplier | None, ch
     if fmt.has_multiplier and multiplier is None:
         raise ValueError(f"{fmt.name} needs a static multiplier for compensated activations; pass the calibrated one")
     q = quantize(x, fmt, multiplier)
-    second = None if q.multiplier is None else residual_multiplier(q.multiplier)
-    return q, quantize(residual(x, q).index_select(-1, channels), fmt, second)
+    return q, residual_operand(x, q, channels)
+
+
+def residual_operand(x: Tensor, q: Quantized, channels: Tensor) -> Quantized:
+    """Q(R[..., channels]) of x and its rounding, in the same format; see `residual_pair`."""
+    multiplier = None if q.multiplier is None else residual_multiplier(q.multiplier)
+    return quantize(residual(x, q).index_select(-1, channels), q.fmt, multiplier)
 
 
 def compensated_product(pair: tuple[Quantized, Quantized], weight: Tensor, channels: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
+from vllm.config import VllmConfig, set_current_vllm_config
 
 IGNORED = ["lm_head", "model.layers.*.mlp.gate", "model.layers.*.self_attn*"]
 SCHEME = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
@@ -60,7 +61,7 @@ def answers(model: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
 
 def linear(arrays: dict[str, np.ndarray]) -> np.ndarray:
     """One linear layer by the registered kernel, float32."""
-    from rollout_bridge.vllm_plugin.cpu import CanonicalNvFp4LinearKernel
+    from rollout_bridge.vllm_plugin.linear import CanonicalNvFp4LinearKernel
 
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     layer: Any = SimpleNamespace(
@@ -69,7 +70,8 @@ def linear(arrays: dict[str, np.ndarray]) -> np.ndarray:
         weight_global_scale=tensors["multiplier"],
         input_global_scale=tensors["input_multiplier"],
     )
-    kernel = CanonicalNvFp4LinearKernel(None)
+    with set_current_vllm_config(VllmConfig()):
+        kernel = CanonicalNvFp4LinearKernel(None)
     return kernel.apply_weights(layer, tensors["x"], tensors["bias"]).numpy()
 
 
