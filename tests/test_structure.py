@@ -17,7 +17,7 @@ TEXTS = [
     path
     for pattern in ("*.py", "*.md", "*.toml", "*.yaml", "*.txt", "Makefile", ".ci/run")
     for path in sorted(ROOT.rglob(pattern) if "*" in pattern else ROOT.glob(pattern))
-    if not {".venv", ".git", ".cache", "runs", "build"} & set(path.relative_to(ROOT).parts) and path != Path(__file__)
+    if not {".venv", ".venv-vllm", ".git", ".cache", "runs", "build"} & set(path.relative_to(ROOT).parts) and path != Path(__file__)
 ]
 
 

@@ -73,6 +73,10 @@ class ShardWriter:
         stream.seek(self._begin[name])
         stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
+    def leave_zero(self, name: str) -> None:
+        """Leaves a tensor of the plan zero, as a hole in the file that takes no room on the disk."""
+        del self._missing[name]
+
     def _stream(self, file: str) -> IO[bytes]:
         if file not in self._open:
             self._open[file] = self._stack.enter_context(open(self._directory / file, "r+b"))

@@ -36,7 +36,7 @@ def config(*overrides: str) -> Config:
         (["rollout.residual_compensation.fraction=0.1"], "not implemented"),
         (["mesh.data=2"], "mesh.data is 2"),
         (["mesh.expert=-1"], "mesh.expert is -1"),
-        (["rollout.engine=vllm"], "no installed package provides"),
+        (["rollout.engine=another"], "no installed package provides"),
         (["rollout.top_k=0"], "write -1"),
         (["eval.greedy=true", "eval.samples=4"], "eval.greedy"),
         (["optimizer.name=adam", "optimizer.weight_decay=0.1"], "adam has none"),

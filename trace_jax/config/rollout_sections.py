@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from trace_jax.config.layer_spec import LayerSpec, parse_layers
 from trace_jax.config.section import Count, Positive, Section, distinct
+from trace_jax.config.vllm_section import VllmSection
 from trace_jax.quantization.plan import RECORDED_SITES, Format, RecordedSite
 
 
@@ -43,6 +44,7 @@ class RolloutSection(Section):
       max_batch: sequences generated at the same time; null is all of them.
       partial_sums: the embedded engine sums attention output and experts in this many shares, each rounded to the compute
         dtype, as an engine spread over so many devices does; 1 is the trainer's own arithmetic.
+      vllm: how vLLM is run, with `engine: vllm`.
     """
 
     engine: str = "jax"
@@ -61,6 +63,7 @@ class RolloutSection(Section):
     top_k: int = -1
     max_batch: Positive | None = None
     partial_sums: Positive = 1
+    vllm: VllmSection = VllmSection()
 
     def format_of(self, site: str) -> Format:
         """Format of a recordable site: `expert_input`, `k` or `v`."""

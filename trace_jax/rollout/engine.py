@@ -167,6 +167,29 @@ class Engine(Protocol):
         ...
 
 
+def require_room(requests: Sequence[Request], *, context: int, vocabulary: int) -> None:
+    """Refuses requests that no engine of a model can serve, before any of them is queued.
+
+    Args:
+        requests: to be submitted.
+        context: longest sequence, prompt and answer.
+        vocabulary: token ids are below it.
+
+    Raises:
+        UserError: a prompt and its answer do not fit the context, or a prompt holds a token the model does not have.
+    """
+    for request in requests:
+        if request.tokens.min() < 0 or request.tokens.max() >= vocabulary:
+            raise UserError(
+                f"prompt {request.prompt_id} holds token ids outside 0..{vocabulary - 1}; use the tokenizer that belongs to the model"
+            )
+        if request.tokens.size + request.max_new_tokens > context:
+            raise UserError(
+                f"prompt {request.prompt_id} has {request.tokens.size} tokens; with max_new_tokens={request.max_new_tokens} "
+                f"that exceeds the context of {context}; shorten it, or lower rollout.max_new_tokens"
+            )
+
+
 def generate(engine: Engine, requests: Sequence[Request], *, poll_seconds: float = 1.0, stall_seconds: float | None = None) -> Trajectories:
     """Run requests to the end.
 

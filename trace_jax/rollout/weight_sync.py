@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Shaped
 
 from pallas_kernels import Quantized, block_format, dequantize
@@ -41,6 +42,14 @@ _STATIC_NAMES = {
 def static_sites(plan: QuantPlan) -> tuple[str, ...]:
     """Sites whose static multiplier belongs to an update: NVFP4 without per-token scales."""
     return () if plan.per_token else tuple(site for site in SITES if plan.site(site).format == "nvfp4")
+
+
+def received_multipliers(tensors: Mapping[str, Any], plan: QuantPlan, num_layers: int) -> dict[str, Float[np.ndarray, " L"]]:
+    """The static multipliers among the tensors of a complete update, on the host."""
+    return {
+        site: np.asarray([tensors[f"model.layers.{layer}.{_STATIC_NAMES[site]}"] for layer in range(num_layers)], np.float32)
+        for site in static_sites(plan)
+    }
 
 
 def layer_updates(policy: Policy, plan: QuantPlan, params: Params, multipliers: Mapping[str, Float[Any, " L"]]) -> Iterator[LayerUpdate]:

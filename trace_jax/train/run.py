@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def run_training(config: Config, directory: Path, *, resume: bool = False, repor
     metrics: dict[str, Any] = {}
     with open_run(config, directory, resume=resume, report=report) as run:
         last = run.checkpoints.latest() if resume else None
-        learner = _started(config) if last is None else _resumed(config, run.checkpoints, last)
+        learner = _started(config, directory) if last is None else _resumed(config, run.checkpoints, last)
         with closing(learner.engine), closing(learner.setup.task):
             learner.setup.require_rows()
             if not run.stop.asked:
@@ -76,8 +77,9 @@ def _loop(learner: Learner, run: OpenRun) -> dict[str, Any]:
     return metrics
 
 
-def _started(config: Config) -> Learner:
+def _started(config: Config, directory: Path) -> Learner:
     setup, params, multipliers = initial_policy(config)
+    setup = replace(setup, directory=directory)
     if not multipliers:
         multipliers = calibrated(setup, params)
     state = TrainState(params, jax.jit(make_optimizer(config.optimizer).init)(params), multipliers)
@@ -94,7 +96,7 @@ def _resumed(config: Config, checkpoints: Checkpoints, step: int) -> Learner:
             f"and set model.source={checkpoints.directory.parent}"
         )
     require_finite(state.params, folder)
-    setup = build_setup(config, (policy.family, policy.config))
+    setup = replace(build_setup(config, (policy.family, policy.config)), directory=checkpoints.directory.parent)
     learner = make_learner(setup, state, progress, setup.engine(), checkpoints.restore_served(step))
     say(f"resumed after step {step}" + (f" with {', '.join(changes)}" if changes else ""))
     return learner

@@ -36,7 +36,11 @@ COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class Setup:
-    """The fixed parts of a run."""
+    """The fixed parts of a run.
+
+    Args:
+      directory: the run's folder, where an engine leaves its log; None outside a run.
+    """
 
     config: Config
     policy: Policy
@@ -45,6 +49,7 @@ class Setup:
     rollout_plan: QuantPlan
     objective: ObjectiveSpec
     sampling: SamplingSettings
+    directory: Path | None = None
 
     def capture(self) -> CaptureSpec:
         """The guidance record that the rollout takes."""

@@ -22,9 +22,10 @@ from safetensors.numpy import save_file
 
 from rollout_bridge.assembler import Assembled, Assembler, Layout
 from rollout_bridge.assembler.replay import replay_records
+from rollout_bridge.engine.worker_folder import write_worker_folder
 from rollout_bridge.wire import Ring, RingClosed, RingReader, RingWriter
 from tests import tiny_policy
-from tests.rollout_bridge.vllm_plugin.test_generation import INTERPRETER, expert_tensors, trajectories, worker_folder
+from tests.rollout_bridge.vllm_plugin.test_generation import INTERPRETER, expert_tensors, trajectories
 from tests.tiny_policy import CONFIG, LAYERS, PLANS, guided
 from trace_jax.guidance import GuidanceRecord, RecordKind
 from trace_jax.guidance.cache import GuidanceCache
@@ -156,7 +157,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Run
         for sample in sum(run["samples"], []):
             assembler.expect(int(sample), 2)
     environment = os.environ | {
-        "PYTHONPATH": str(worker_folder(folder / "worker")),
+        "PYTHONPATH": str(write_worker_folder(folder / "worker")),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

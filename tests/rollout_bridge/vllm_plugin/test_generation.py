@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from pallas_kernels import NVFP4, oracle
+from rollout_bridge.engine.worker_folder import write_worker_folder
 from tests import tiny_policy
-from tests.conftest import ROOT
 from tests.pallas_kernels import cases
 from tests.tiny_policy import CONFIG
 from trace_jax.models.hf import save_hf_directory
@@ -29,25 +28,12 @@ pytestmark = [
 ]
 
 PLAN = rollout_plan("nvfp4", "nvfp4", "bf16", "bf16")
-ENTRY_POINT = "[vllm.general_plugins]\ntrace_jax = rollout_bridge.vllm_plugin.plugin:register\n"
-
-
-def worker_folder(folder: Path) -> Path:
-    """What a worker without the rest of the project gets: the two packages, and the entry point that vLLM looks for."""
-    for name in ("wire", "vllm_plugin"):
-        shutil.copytree(ROOT / "rollout_bridge" / name, folder / "rollout_bridge" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "rollout_bridge" / "__init__.py", folder / "rollout_bridge")
-    metadata = folder / "trace_jax_worker-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: trace-jax-worker\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINT)
-    return folder
 
 
 def worker_environment(folder: Path) -> dict[str, str]:
     """Environment of a program that runs vLLM in its own process, with a worker folder in `folder`."""
     return os.environ | {
-        "PYTHONPATH": str(worker_folder(folder / "worker")),
+        "PYTHONPATH": str(write_worker_folder(folder / "worker")),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",

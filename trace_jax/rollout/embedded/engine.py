@@ -14,14 +14,13 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params
 from trace_jax.quantization.plan import BLOCK_FORMATS, RECORDED_SITES, QuantPlan
 from trace_jax.rollout.embedded.assemble import assemble, without_answers
 from trace_jax.rollout.embedded.decode import CaptureSpec, DecodeSpec
 from trace_jax.rollout.embedded.wave import run_wave
-from trace_jax.rollout.engine import Capabilities, Health, PauseMode, Request
+from trace_jax.rollout.engine import Capabilities, Health, PauseMode, Request, require_room
 from trace_jax.rollout.trajectories import Trajectories
 from trace_jax.rollout.weight_sync import decode_updates, expected_tensors
 from trace_jax.rollout.weight_update import Ack, LayerUpdate, UpdateDigest
@@ -56,17 +55,7 @@ class EmbeddedEngine:
         Raises:
           UserError: a prompt and its answer do not fit the model's context, or a prompt holds a token the model does not have.
         """
-        context, vocabulary = self._policy.config.max_position, self._policy.config.vocab_size
-        for request in requests:
-            if request.tokens.min() < 0 or request.tokens.max() >= vocabulary:
-                raise UserError(
-                    f"prompt {request.prompt_id} holds token ids outside 0..{vocabulary - 1}; use the tokenizer that belongs to the model"
-                )
-            if request.tokens.size + request.max_new_tokens > context:
-                raise UserError(
-                    f"prompt {request.prompt_id} has {request.tokens.size} tokens; with max_new_tokens={request.max_new_tokens} "
-                    f"that exceeds the context of {context}; shorten it, or lower rollout.max_new_tokens"
-                )
+        require_room(requests, context=self._policy.config.max_position, vocabulary=self._policy.config.vocab_size)
         self._queue.extend(requests)
 
     def poll(self, timeout: float = 0.0) -> Trajectories:

@@ -1,0 +1,78 @@
+"""From a setup to the arguments, the blank checkpoint and the refusals of a vLLM engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout_bridge.engine.blank_checkpoint import write_blank_checkpoint
+from rollout_bridge.engine.factory import engine_arguments, export_settings, make, slot_bytes
+from rollout_bridge.export.decode import ExportedFiles
+from rollout_bridge.export.layout import tensor_plan
+from rollout_bridge.vllm_plugin.serve.arguments import FIXED
+from tests.rollout_bridge.engine.tiny_setup import W4A4, tiny_setup
+from trace_jax.errors import UserError
+from trace_jax.quantization.plan import QuantPlan, rollout_plan
+
+pytestmark = pytest.mark.usefixtures("installed")
+
+
+@pytest.mark.parametrize("plan", [W4A4, rollout_plan("bf16", "bf16", "bf16", "bf16")], ids=["nvfp4", "bf16"])
+def test_the_blank_checkpoint_is_an_export_without_weights(tmp_path: Path, plan: QuantPlan):
+    setup, settings = tiny_setup(plan=plan), export_settings(plan)
+    folder = write_blank_checkpoint(tmp_path / "model", setup.policy, settings)
+    files = ExportedFiles(folder)
+    for spec in tensor_plan(setup.policy, settings):
+        values = files.read(spec.name)
+        assert values.shape == spec.shape and (values.astype("float32") == (1.0 if spec.dtype == "F32" else 0.0)).all(), spec
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "qwen3_moe" and ("quantization_config" in config) is (settings.format == "nvfp4")
+
+
+def test_arguments_follow_the_config():
+    arguments = engine_arguments(tiny_setup())
+    assert arguments["dtype"] == "float32" and arguments["max_model_len"] == 128 and not set(arguments) & {*FIXED, "max_num_seqs"}
+    assert arguments["additional_config"]["trace_jax"]["kv_cache"] == {"k": "bf16", "v": "bf16"}
+    chosen = tiny_setup(
+        "rollout.max_batch=8", "rollout.vllm.kv_cache_gib=0.5", "rollout.vllm.engine_args={max_model_len: 64, block_size: 32}"
+    )
+    assert engine_arguments(chosen) | {"max_num_seqs": 8, "kv_cache_memory_bytes": 2**29, "max_model_len": 64, "block_size": 32} == (
+        engine_arguments(chosen)
+    )
+
+
+@pytest.mark.parametrize("name", ["enforce_eager", "dtype", "model"])
+def test_arguments_of_the_engine_s_own_are_refused(name: str):
+    with pytest.raises(UserError, match=f"rollout.vllm.engine_args.{name} is set by the engine or by another key of rollout; remove it"):
+        engine_arguments(tiny_setup(f"rollout.vllm.engine_args={{{name}: 1}}"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (rollout_plan("mxfp4", "mxfp4", "bf16", "bf16"), "rollout.weights is mxfp4 and rollout.activations mxfp4; write one of these"),
+        (rollout_plan("nvfp4", "fp8", "bf16", "bf16"), "rollout.weights is nvfp4 and rollout.activations fp8"),
+        (rollout_plan("nvfp4", "nvfp4", "bf16", "fp8"), "keeps K and V in nvfp4 or bf16; rollout.kv_cache.v is fp8"),
+        (rollout_plan("nvfp4", "nvfp4", "nvfp4", "nvfp4", per_token=True), "activation_scale is per_token"),
+    ],
+)
+def test_formats_that_vllm_does_not_serve(plan: QuantPlan, message: str):
+    with pytest.raises(UserError, match=message):
+        make(tiny_setup(plan=plan))
+
+
+def test_a_slot_holds_a_layer_of_a_small_model():
+    size = slot_bytes(tiny_setup())
+    assert 30_000 < size < 200_000
+
+
+def test_a_worker_that_does_not_start_leaves_its_log_and_nothing_else(tmp_path: Path):
+    """This interpreter has no vLLM; a run that does not start leaves nothing in its own folder, but says where its log is."""
+    with pytest.raises(UserError, match=r"did not start: no vLLM is installed .*; see .*/trace-jax-vllm-\w+\.log\)") as error:
+        make(tiny_setup(f"rollout.vllm.python={sys.executable}", directory=tmp_path))
+    log = Path(str(error.value).rpartition("see ")[2].rstrip(")"))
+    assert "no vLLM is installed" in log.read_text()
+    log.unlink()
