@@ -47,8 +47,8 @@ class RopeBase:
 
     def rope(self, x, cos, sin, fmt, multiplier, guide=None):
         guide = jax.tree.map(jnp.asarray, guide)
-        arrays = (jnp.asarray(each) for each in (x, cos, sin))
-        return rope_fake_quant(*arrays, fmt, multiplier, guide, implementation=self.implementation)
+        x, cos, sin = (jnp.asarray(each) for each in (x, cos, sin))
+        return rope_fake_quant(x, cos, sin, fmt, multiplier, guide, implementation=self.implementation)
 
     @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
     def test_rotation_rounded_to_the_nearest_code(self, fmt):

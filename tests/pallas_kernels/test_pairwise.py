@@ -66,10 +66,8 @@ def test_guided_every_magnitude_under_e8m0_bytes(kind, per_byte, bytes_):
     magnitudes = np.broadcast_to(PATTERNS.view(np.uint16)[:0x8000], (len(bytes_), 0x8000))
     x = magnitudes | np.random.default_rng(3).integers(0, 2, size=magnitudes.shape, dtype=np.uint16) << 15
     scales, valid = np.broadcast_to(bytes_[:, None], (len(bytes_), 0x8000 // 32)), np.ones(len(bytes_), bool)
-    records = [None] if per_byte is None else [random_bytes((len(bytes_), 0x8000 // per_byte), 4)]
-    if kind == "mantissa":
-        records.append(~records[0])
-    for record in records:
+    drawn = None if per_byte is None else random_bytes((len(bytes_), 0x8000 // per_byte), 4)
+    for record in (drawn, ~drawn) if kind == "mantissa" and drawn is not None else (drawn,):
         arrays = (None if each is None else jnp.asarray(each) for each in (x.view(BF16), record, scales, valid))
         arguments = (*arrays, None, None, kind, MXFP4)
         assert mismatches(guided_kernel.guided_fake_quant(*arguments, interpret=True), guided_reference.guided_fake_quant(*arguments)) == 0

@@ -31,12 +31,12 @@ def test_the_tensor_s_own_multiplier_on_the_residual_is_seen(monkeypatch):
 
 @pytest.mark.usefixtures("unchecked")
 def test_refused():
-    x = jnp.asarray(activations(1))
+    x, free = jnp.asarray(activations(1)), jnp.asarray(FREE)
     with pytest.raises(ValueError, match="nvfp4 needs a multiplier"):
-        residual_fake_quant(x, FREE, NVFP4, None)
+        residual_fake_quant(x, free, NVFP4, None)
     with pytest.raises(ValueError, match="no channels; call fake_quant"):
-        residual_fake_quant(x, FREE[:0], MXFP4, None)
+        residual_fake_quant(x, free[:0], MXFP4, None)
     with pytest.raises(NotImplementedError, match="take bfloat16, not float32"):
-        residual_fake_quant(x.astype(jnp.float32), FREE, MXFP4, None, implementation="pallas")
+        residual_fake_quant(x.astype(jnp.float32), free, MXFP4, None, implementation="pallas")
     with pytest.raises(NotImplementedError, match="one of 65536 values is too long"):
         kernel.residual_fake_quant(jnp.zeros((1, 65536), x.dtype), jnp.asarray(FREE), jnp.float32(1), NVFP4, False)

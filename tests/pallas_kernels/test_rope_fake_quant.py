@@ -41,7 +41,8 @@ def test_a_product_fused_with_the_sum_would_be_seen():
 
 @pytest.mark.usefixtures("unchecked")
 def test_refused():
-    x, (cos, sin) = jnp.asarray(normal((2, 3, 64), 1)), turns((2,), 64, 1)
+    x, *tables = (jnp.asarray(each) for each in (normal((2, 3, 64), 1), *turns((2,), 64, 1)))
+    cos, sin = tables
     with pytest.raises(ValueError, match="nvfp4 needs a multiplier"):
         rope_fake_quant(x, cos, sin, NVFP4, None)
     with pytest.raises(ValueError, match=r"do not turn heads \(2, 3, 64\); pass rope_tables"):

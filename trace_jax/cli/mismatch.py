@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from trace_jax.cli.arguments import Json, MaxPrompts, Policy, Seed, Split, Task
+from trace_jax.cli.arguments import Json, MaxPrompts, Overrides, Policy, Seed, Split, Task
 from trace_jax.cli.common import run_and_show, split_names
 
 
 def mismatch(
     policy: Policy,
+    overrides: Overrides = None,
     methods: Annotated[
         str | None, typer.Option("--methods", help="Comma-separated methods of the trainer, such as naive,qat,trace; all by default.")
     ] = None,
@@ -39,6 +40,7 @@ def mismatch(
     run_and_show(
         lambda display: measure_mismatch(
             policy,
+            overrides or [],
             methods=split_names(methods),
             precisions=split_names(precisions),
             engine=engine,

@@ -89,6 +89,7 @@ def with_record(trajectories: Trajectories, setup: Setup) -> Trajectories:
 
 def measure_mismatch(
     path: Path,
+    overrides: Sequence[str] = (),
     *,
     methods: Sequence[str] | None = None,
     precisions: Sequence[str] | None = None,
@@ -104,6 +105,7 @@ def measure_mismatch(
 
     Args:
       path: run directory or checkpoint.
+      overrides: `key=value` settings on top of the stored config.
       methods: trainer methods; None takes all that make sense at a precision.
       precisions: rollout precisions; None takes all that the engine can execute. A guidance cache has one, that it was written at.
       engine: `jax`, the embedded engine, or one of an installed package; None takes the config's.
@@ -118,7 +120,8 @@ def measure_mismatch(
     origin = None if cache is None else read_origin(cache)
     plan = methods_by_precision(methods, precisions if origin is None else [origin.precision])
     announce(f"reading {path}")
-    opened = open_policy(path, () if engine is None else (f"rollout.engine={engine}", *(() if engine == "jax" else (ONE_SUM,))), task)
+    chosen = () if engine is None else (f"rollout.engine={engine}", *(() if engine == "jax" else (ONE_SUM,)))
+    opened = open_policy(path, (*overrides, *chosen), task)
     try:
         config = opened.config
         # Every config before the first answer: one that cannot be measured must not cost the rollouts of the others.

@@ -25,8 +25,9 @@ def print_mismatch(report: Mapping[str, Any]) -> None:
         "gap: |log p(trainer) - log p(rollout)| of each sampled token, in nats, measured with the compiled program that trains.\n"
         "exp|gap|: mean factor between the two probabilities of a token; 1 is perfect. Same routing: tokens and layers for which\n"
         "the trainer's own router would have chosen the rollout's experts. Trainers: naive does not round, qat rounds by itself,\n"
-        "trace* follow the rollout's record, so their gap is small partly by construction. One apart: of the values that rounding to\n"
-        "nearest under the rollout's scale sends to another code, those sent to a neighbour; the lowest of the layers.",
+        "trace* follow the rollout's record, so their gap is small partly by construction.\n"
+        "One apart: of the values that rounding to nearest under the rollout's scale sends to another code, those sent to a\n"
+        "neighbour; the lowest of the layers.",
         style="dim",
     )
     console.print(_positions(report))

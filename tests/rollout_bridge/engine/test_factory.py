@@ -13,14 +13,14 @@ from rollout_bridge.engine.factory import engine_arguments, export_settings, mak
 from rollout_bridge.export.decode import ExportedFiles
 from rollout_bridge.export.layout import tensor_plan
 from rollout_bridge.vllm_plugin.serve.arguments import FIXED
-from tests.rollout_bridge.engine.tiny_setup import W4A4, tiny_setup
+from tests.rollout_bridge.engine.tiny_setup import W4A4KV4, tiny_setup
 from trace_jax.errors import UserError
 from trace_jax.quantization.plan import QuantPlan, rollout_plan
 
 pytestmark = pytest.mark.usefixtures("installed")
 
 
-@pytest.mark.parametrize("plan", [W4A4, rollout_plan("bf16", "bf16", "bf16", "bf16")], ids=["nvfp4", "bf16"])
+@pytest.mark.parametrize("plan", [W4A4KV4, rollout_plan("bf16", "bf16", "bf16", "bf16")], ids=["nvfp4", "bf16"])
 def test_the_blank_checkpoint_is_an_export_without_weights(tmp_path: Path, plan: QuantPlan):
     setup, settings = tiny_setup(plan=plan), export_settings(plan)
     folder = write_blank_checkpoint(tmp_path / "model", setup.policy, settings)

