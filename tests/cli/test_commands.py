@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from tests.cli.conftest import Program
+from tests.selection import slow_but
 from trace_jax.cli.app import main
 from trace_jax.errors import UserError
 from trace_jax.evaluation.pass_rate import PassRate
@@ -65,7 +66,7 @@ def test_a_run_leaves_what_the_design_promises(folder: Path) -> None:
     assert rows[2]["eval/validation/pass_at_1_low"] <= rows[2]["eval/validation/pass_at_1"] <= rows[2]["eval/validation/pass_at_1_high"]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("precision", slow_but(["nvfp4"], ["bf16", "fp8", "nvfp4", "mxfp4"]))
 def test_eval_at_every_precision(folder: Path, capsys: pytest.CaptureFixture[str], precision: str) -> None:
     result = run_json(capsys, "eval", folder / "run", "--precision", precision, "--samples", "2")
     assert (result["precision"], result["prompts"], result["samples"], result["verifier_errors"]) == (precision, 4, 2, 0)

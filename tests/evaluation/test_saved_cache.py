@@ -125,5 +125,5 @@ def test_a_cache_that_does_not_say_where_it_came_from_is_refused(opened: OpenPol
 
 
 def test_a_cache_brings_its_own_task(config_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="leave out --precisions, --task, --split and --max-prompts"):
+    with pytest.raises(UserError, match="leave out --engine, --precisions, --task, --split and --max-prompts"):
         measure_mismatch(config_file, cache=tmp_path, task="reasoning_gym:chain_sum")

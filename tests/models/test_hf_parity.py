@@ -102,7 +102,8 @@ def to_published_spelling(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "case, experts_implementation", [(case, "dense") for case in CASES] + [("untied", "ragged"), ("norm_topk_prob_off", "ragged")]
+    "case, experts_implementation",
+    [(case, "dense") for case in CASES] + [("untied", "ragged"), pytest.param("norm_topk_prob_off", "ragged", marks=pytest.mark.slow)],
 )
 def test_logits(tmp_path: Path, unquantized_logits: OurLogits, case: str, experts_implementation: str) -> None:
     model = oracle(**CASES[case])

@@ -69,6 +69,7 @@ class ResidualBase:
         (gradient,) = jax.jit(pull)(x, cotangents)
         assert gradient.dtype == x.dtype and mismatches(gradient, cotangents[0]) == 0
 
+    @pytest.mark.slow
     def test_pair_under_vmap_scan_and_checkpoint(self):
         x = cases.normal((3, 6, SIZE), 5)
         channels = np.stack([FREE, FREE // 2, FREE // 3])

@@ -80,6 +80,7 @@ class RopeBase:
         back = oracle.rotate(cotangent.astype(np.float32), cos, -sin)
         np.testing.assert_allclose(np.asarray(fused, np.float32), back, rtol=2.0**-7, atol=2.0**-6)
 
+    @pytest.mark.slow
     def test_rotation_under_vmap_scan_and_checkpoint(self):
         x, (cos, sin) = cases.normal((3, *SHAPE), 5), turns((3, *SHAPE[:-2]), SHAPE[-1], 5)
         multipliers = np.array([0.25, 0.5, 2.0**-9 * NUDGE], np.float32)

@@ -32,7 +32,7 @@ def both_guided(x, record, scales, valid, own, rollout):
     return guided_kernel.guided_fake_quant(*arguments, interpret=True), guided_reference.guided_fake_quant(*arguments)
 
 
-@pytest.mark.parametrize("bit", (0, 255))
+@pytest.mark.parametrize("bit", (0, pytest.param(255, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("multiplier", (2.0**-9 * NUDGE, pytest.param(2.0**7, marks=pytest.mark.slow)))
 def test_guided_every_pattern_under_every_scale_byte(bit, multiplier):
     """16,777,216 values; a record of zeros or ones, subnormals, values that are not finite, bytes that are no scales."""

@@ -90,6 +90,7 @@ def test_summary_holds_the_recorded_figures(trace_run, qat_run):
     assert table["Audited code agreement, mean over layers and sites"][0].endswith("%")
 
 
+@pytest.mark.slow
 def test_several_runs_over_each_other(trace_run, qat_run, tmp_path):
     page = Page(report([trace_run, qat_run], tmp_path / "both.html").read_text())
     assert list(page.images) == PANELS

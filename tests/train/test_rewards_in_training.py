@@ -58,7 +58,11 @@ def rollouts(directory: Path, step: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("reward", "reason"), [("sometimes_raises", "ValueError: no verdict today"), ("sometimes_hangs", "cut off after 0.3 seconds")]
+    ("reward", "reason"),
+    [
+        pytest.param("sometimes_raises", "ValueError: no verdict today", marks=pytest.mark.slow),
+        ("sometimes_hangs", "cut off after 0.3 seconds"),
+    ],
 )
 def test_rew_01_failing_answers_are_counted_and_left_out(config, judge, tmp_path, capfd, reward, reason):
     """A reward that gives no verdict on a third of the prompts."""

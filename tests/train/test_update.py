@@ -96,6 +96,7 @@ def test_len_02_statistics_do_not_depend_on_the_split(run):
             assert parts[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_len_07_wider_padding(run):
     assert_same_gradient(run(max_length=48).gradient, run().gradient)
 

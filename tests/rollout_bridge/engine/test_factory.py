@@ -35,7 +35,7 @@ def test_the_blank_checkpoint_is_an_export_without_weights(tmp_path: Path, plan:
 def test_arguments_follow_the_config():
     arguments = engine_arguments(tiny_setup())
     assert arguments["dtype"] == "float32" and arguments["max_model_len"] == 128 and not set(arguments) & {*FIXED, "max_num_seqs"}
-    assert arguments["additional_config"]["trace_jax"]["kv_cache"] == {"k": "bf16", "v": "bf16"}
+    assert arguments["additional_config"]["trace_jax"]["kv_cache"] == {"k": "nvfp4", "v": "nvfp4"}
     chosen = tiny_setup(
         "rollout.max_batch=8", "rollout.vllm.kv_cache_gib=0.5", "rollout.vllm.engine_args={max_model_len: 64, block_size: 32}"
     )
