@@ -38,7 +38,7 @@ from pallas_kernels.quantize.api import quantize
 from pallas_kernels.residual_fake_quant.api import residual_fake_quant
 from pallas_kernels.rms_norm_fake_quant.api import rms_norm_fake_quant
 from pallas_kernels.rope_fake_quant.api import rope_fake_quant
-from pallas_kernels.rope_fake_quant.rule import rope_tables
+from pallas_kernels.rope_fake_quant.rule import rope_tables, rotate
 from pallas_kernels.rounding import as_stored, count_nonfinite, keep_rounding, round_to_bf16
 from pallas_kernels.swiglu_fake_quant.api import swiglu_fake_quant
 
@@ -74,6 +74,7 @@ __all__ = [
     "rms_norm_fake_quant",
     "rope_fake_quant",
     "rope_tables",
+    "rotate",
     "round_to_bf16",
     "swiglu_fake_quant",
     "unpack_bits",

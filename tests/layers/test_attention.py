@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import NVFP4, fake_quant, rope_fake_quant, rope_tables
+from pallas_kernels import NVFP4, fake_quant, rope_fake_quant, rope_tables, rotate
 from trace_jax.layers.attention import attend, causal_mask
 from trace_jax.layers.norm import rms_norm
-from trace_jax.layers.rope import apply_rope
 
 
 def random(*shape, seed=0, dtype=jnp.float32):
@@ -77,7 +76,7 @@ def test_rope_rotates_half_split_pairs(theta):
     pairs = np.asarray(x, np.float64)
     rotated = (pairs[..., :5] + 1j * pairs[..., 5:]) * np.exp(1j * angle)[:, :, None]
     expected = np.concatenate([rotated.real, rotated.imag], axis=-1)
-    result = apply_rope(x, jnp.asarray(positions), theta)
+    result = rotate(x, *rope_tables(jnp.asarray(positions), 10, theta))
     np.testing.assert_allclose(result[0], expected[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(result[1], expected[1], atol=4e-3)  # float32 angles at position 4000
     np.testing.assert_array_equal(result[0, 0], x[0, 0])
@@ -87,7 +86,7 @@ def test_rope_products_depend_on_the_distance_only():
     query, key = random(1, 1, 1, 8), random(1, 1, 1, 8, seed=1)
 
     def product(i, j):
-        at = [apply_rope(x, jnp.asarray([[p]]), 1e4) for x, p in ((query, i), (key, j))]
+        at = [rotate(x, *rope_tables(jnp.asarray([[p]]), 8, 1e4)) for x, p in ((query, i), (key, j))]
         return float(jnp.sum(at[0] * at[1]))
 
     assert product(7, 3) == pytest.approx(product(57, 53), abs=1e-4)
@@ -97,7 +96,7 @@ def test_rope_products_depend_on_the_distance_only():
 def test_rope_and_rounding_in_one_kernel_give_the_rounded_keys_of_the_model():
     key, positions = random(2, 9, 3, 64, dtype=jnp.bfloat16), jnp.arange(18, dtype=jnp.int32).reshape(2, 9)
     fused = rope_fake_quant(key, *rope_tables(positions, 64, 1e4), NVFP4, np.float32(2.0**-9), implementation="pallas")
-    rounded = fake_quant(apply_rope(key, positions, 1e4), NVFP4, np.float32(2.0**-9))
+    rounded = fake_quant(rotate(key, *rope_tables(positions, 64, 1e4)), NVFP4, np.float32(2.0**-9))
     assert rounded.any()
     np.testing.assert_array_equal(fused.astype(jnp.float32), rounded.astype(jnp.float32))
 

@@ -18,13 +18,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import keep_rounding, round_to_bf16
+from pallas_kernels import keep_rounding, rope_tables, rotate, round_to_bf16
 from trace_jax.layers import partial_sums
 from trace_jax.layers.attention import attend
 from trace_jax.layers.experts import ExpertWeights, apply_experts
 from trace_jax.layers.kv_cache import KVCache, append, read
 from trace_jax.layers.norm import rms_norm
-from trace_jax.layers.rope import apply_rope
 from trace_jax.layers.router import route
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput, SiteValues
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
@@ -52,6 +51,7 @@ def forward(model: Qwen3Moe, config: Qwen3MoeConfig, inputs: ForwardInputs, opti
     graphdef, stacked = nnx.split(model.groups[0])
     layer_ids = jnp.arange(config.num_layers, dtype=jnp.int32)
     routes = None if inputs.routes is None else jnp.moveaxis(inputs.routes, 2, 0)
+    turns = rope_tables(inputs.positions, config.head_dim, config.rope_theta)
 
     def body(
         carry: tuple[Float[Array, "B T D"], KVCache | None], xs: Any
@@ -59,7 +59,7 @@ def forward(model: Qwen3Moe, config: Qwen3MoeConfig, inputs: ForwardInputs, opti
         state, layer_id, multipliers, replay = xs
         layer = nnx.merge(graphdef, state)
         x, cache = carry
-        x, cache, extras = _attention_block(layer, config, x, cache, layer_id, multipliers, inputs, options)
+        x, cache, extras = _attention_block(layer, config, x, cache, layer_id, multipliers, turns, inputs, options)
         x, more = _expert_block(layer, config, x, layer_id, multipliers, replay, inputs, options)
         return (x, cache), {name: extras.get(name, {}) | more.get(name, {}) for name in extras | more}
 
@@ -89,6 +89,7 @@ def _attention_block(
     cache: KVCache | None,
     layer_id: Int[Array, ""],
     multipliers: dict[str, Float[Array, ""]],
+    turns: tuple[Float[Array, "B T half"], Float[Array, "B T half"]],
     inputs: ForwardInputs,
     options: ForwardOptions,
 ) -> tuple[Float[Array, "B T D"], KVCache | None, dict[str, dict[str, Any]]]:
@@ -103,8 +104,7 @@ def _attention_block(
 
     query = _normed(project("q", config.num_heads), attention.q_norm, config)
     key = _normed(project("k", config.num_kv_heads), attention.k_norm, config)
-    query = apply_rope(query, inputs.positions, config.rope_theta)
-    key = apply_rope(key, inputs.positions, config.rope_theta)
+    query, key = rotate(query, *turns), rotate(key, *turns)
     value = project("v", config.num_kv_heads)
 
     extras = _site_extras()
