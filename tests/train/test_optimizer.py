@@ -11,7 +11,7 @@ import pytest
 from trace_jax.config.schema import OptimizerConfig
 from trace_jax.models.registry import config_from_dict, init_params
 from trace_jax.train.optimizer import learning_rate_schedule, make_optimizer
-from trace_jax.train.state import apply_gradients
+from trace_jax.train.state import apply_gradients, initial_state
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,20 @@ def test_decay_acts_on_matrices_only(params):
     assert all("norm" in name or "bias" in name for name in kept), kept
     assert not any("norm" in name or "bias" in name for name in decayed), decayed
     assert any("bias" in name for name in kept) and len(decayed) >= 9
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_the_first_and_the_second_update_are_one_program(placed):
+    """Arrays just made are not committed to a device, those that Orbax restored or a program returned are; jit tells them apart."""
+    optimizer = make_optimizer(OptimizerConfig())
+    made = {"w": jnp.ones((2, 2))}
+    state = initial_state(jax.device_put(made, jax.devices()[0]) if placed else made, optimizer, {"k": jnp.ones(2)})
+    assert all(leaf.committed for leaf in jax.tree.leaves(state))
+    before = apply_gradients._cache_size()
+    params, opt_state = state.params, state.opt_state
+    for _ in range(2):
+        params, opt_state, _ = apply_gradients(params, opt_state, made, optimizer=optimizer)
+    assert apply_gradients._cache_size() == before + 1
 
 
 def test_clipping_by_global_norm():

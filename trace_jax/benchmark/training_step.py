@@ -28,7 +28,7 @@ from trace_jax.quantization.plan import rollout_plan, trainer_plan
 from trace_jax.rl.advantages import group_advantages
 from trace_jax.train.objective import ObjectiveSpec
 from trace_jax.train.optimizer import make_optimizer
-from trace_jax.train.state import TrainState
+from trace_jax.train.state import initial_state
 from trace_jax.train.update import UpdateSettings, measure, update_policy
 
 OP = "training_step"
@@ -152,7 +152,7 @@ def _median_time_us(workload: Workload, method: str, steps: int) -> float:
     advantages = group_advantages(trajectories.reward, trajectories.group)
     optimizer = make_optimizer(OptimizerConfig())
     params = init_params(policy.family, config, jax.random.key(0))
-    state = TrainState(params, optimizer.init(params), synthetic_multipliers(config.num_layers))
+    state = initial_state(params, optimizer, synthetic_multipliers(config.num_layers))
     del params  # the first step's would stay beside the newest
 
     times = []

@@ -17,7 +17,7 @@ from trace_jax.models.policy import Policy
 from trace_jax.tokenizers import load_tokenizer
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.optimizer import make_optimizer
-from trace_jax.train.state import TrainState
+from trace_jax.train.state import initial_state
 
 CARRIED = "tokenizer"
 """Folder of the tokenizer and generation files in an imported checkpoint, and the tokenizer's name there: it moves with the checkpoint."""
@@ -44,8 +44,7 @@ def import_hf_checkpoint(source: Path, out: Path) -> dict[str, Any]:
             (partial / CARRIED).mkdir(exist_ok=True)
             shutil.copy2(file, partial / CARRIED / file.name)
         settings = from_mapping({"model": {"family": family, "config": config.to_dict()}, "tokenizer": tokenizer})
-        optimizer = make_optimizer(settings.optimizer)
-        state = TrainState(params, jax.jit(optimizer.init)(params), {})
+        state = initial_state(params, make_optimizer(settings.optimizer), {})
         checkpoints = Checkpoints(partial / "checkpoints")
         checkpoints.save(state, Progress(), Policy(family, config), tokenizer, settings.model_dump(mode="json"))
         checkpoints.close()

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from trace_jax.config import Config
 from trace_jax.errors import UserError
 from trace_jax.rollout.storage import json_rows, write_jsonl
@@ -20,7 +18,7 @@ from trace_jax.train.resume import changed_keys
 from trace_jax.train.rl import Learner, evaluate, make_learner, rl_step
 from trace_jax.train.run_folder import Ended, OpenRun, Report, open_run, say
 from trace_jax.train.setup import build_setup, calibrated, initial_policy, require_finite
-from trace_jax.train.state import TrainState
+from trace_jax.train.state import initial_state
 
 
 def run_training(config: Config, directory: Path, *, resume: bool = False, report: Report | None = None) -> Ended:
@@ -82,7 +80,7 @@ def _started(config: Config, directory: Path) -> Learner:
     setup = replace(setup, directory=directory)
     if not multipliers:
         multipliers = calibrated(setup, params)
-    state = TrainState(params, jax.jit(make_optimizer(config.optimizer).init)(params), multipliers)
+    state = initial_state(params, make_optimizer(config.optimizer), multipliers)
     return make_learner(setup, state, Progress(seed=config.seed), setup.engine())
 
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from trace_jax.config import Config
 from trace_jax.evaluation.pass_rate import measure_pass_rate
 from trace_jax.models.registry import Params
@@ -21,7 +19,7 @@ from trace_jax.train.run_folder import Ended, OpenRun, Report, open_run
 from trace_jax.train.setup import Setup, calibrated, initial_policy, sync_weights
 from trace_jax.train.sft import batch_width, sft_batch, sft_gradient
 from trace_jax.train.skipped import count_skipped
-from trace_jax.train.state import TrainState, apply_gradients
+from trace_jax.train.state import TrainState, apply_gradients, initial_state
 
 
 def run_sft(config: Config, directory: Path, report: Report | None = None) -> Ended:
@@ -62,25 +60,26 @@ def _loop(setup: Setup, params: Params, width: int, run: OpenRun) -> dict[str, A
     config, sft = setup.config, setup.config.sft
     own = {"learning_rate": sft.learning_rate, "warmup_steps": sft.warmup_steps, "decay_steps": None}
     optimizer = make_optimizer(config.optimizer.model_copy(update=own))
-    opt_state = jax.jit(optimizer.init)(params)
+    state = initial_state(params, optimizer, {})
     probe = replace(setup, rollout_plan=UNQUANTIZED)
     engine = EmbeddedEngine(setup.policy, UNQUANTIZED, CaptureSpec(), config.rollout.max_batch)
     metrics: dict[str, Any] = {}
     progress = Progress(seed=config.seed)
     for step in range(1, sft.steps + 1):
         rows = setup.task.prompts("train", (step - 1) * sft.batch_size, sft.batch_size)
-        gradient, loss, _ = sft_gradient(params, sft_batch(rows, setup.tokenizer, width), policy=setup.policy)
-        params, opt_state, norm = apply_gradients(params, opt_state, gradient, optimizer=optimizer)
+        gradient, loss, _ = sft_gradient(state.params, sft_batch(rows, setup.tokenizer, width), policy=setup.policy)
+        params, opt_state, norm = apply_gradients(state.params, state.opt_state, gradient, optimizer=optimizer)
+        state = TrainState(params, opt_state, {})
         skipped = count_skipped(progress.skipped_in_a_row, float(norm), step, "lower sft.learning_rate")
         progress = replace(progress, step=step, skipped_in_a_row=skipped)
         metrics = {"sft/loss": float(loss), "grad_norm": float(norm), "train/skipped_updates": float(skipped > 0)}
         due = sft.eval_every and step % sft.eval_every == 0
         if due:
-            metrics |= _probe(probe, engine, params, step)
+            metrics |= _probe(probe, engine, state.params, step)
         run.record(step, metrics)
         if run.stop.asked or (due and sft.stop_pass_rate is not None and metrics["sft/pass_at_1"] >= sft.stop_pass_rate):
             break
-    state = TrainState(params, opt_state, calibrated(setup, params))
+    state = replace(state, multipliers=calibrated(setup, state.params))
     run.checkpoints.save(state, progress, setup.policy, config.tokenizer, config.model_dump(mode="json"))
     return metrics
 

@@ -39,6 +39,16 @@ class PolicyVersion(NamedTuple):
     version: int
 
 
+def initial_state(params: Params, optimizer: optax.GradientTransformation, multipliers: Multipliers) -> TrainState:
+    """The state before the first update.
+
+    Its arrays are committed to their devices, as those of every later state are: jit takes the two for different programs and would
+    compile the step twice.
+    """
+    opt_state = jax.jit(optimizer.init)(params)
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), TrainState(params, opt_state, multipliers))
+
+
 @functools.partial(jax.jit, donate_argnums=(0,))
 def add_gradients(total: Params, part: Params) -> Params:
     """Sum of two gradients; the first one's buffers are reused."""
