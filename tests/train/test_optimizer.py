@@ -73,11 +73,11 @@ def test_the_first_and_the_second_update_are_one_program(placed):
     made = {"w": jnp.ones((2, 2))}
     state = initial_state(jax.device_put(made, jax.devices()[0]) if placed else made, optimizer, {"k": jnp.ones(2)})
     assert all(leaf.committed for leaf in jax.tree.leaves(state))
-    before = apply_gradients._cache_size()
+    before = apply_gradients._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
     params, opt_state = state.params, state.opt_state
     for _ in range(2):
         params, opt_state, _ = apply_gradients(params, opt_state, made, optimizer=optimizer)
-    assert apply_gradients._cache_size() == before + 1
+    assert apply_gradients._cache_size() == before + 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_clipping_by_global_norm():
