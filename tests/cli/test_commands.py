@@ -108,6 +108,7 @@ def test_mismatch_orders_the_methods_by_what_they_know(folder: Path, capsys: pyt
     assert "is too uncertain to show a loss" in report["precisions"]["nvfp4"]["answer"]
 
 
+@pytest.mark.slow  # tests/evaluation/test_saved_cache.py has the functions behind it
 def test_rollout_saves_a_cache_that_mismatch_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, cache = folder / "answers.jsonl", folder / "cache"
     result = run_json(capsys, "rollout", folder / "run", "--out", out, "--save-cache", cache, "--max-prompts", "3")
@@ -154,6 +155,7 @@ def test_a_cache_that_cannot_be_written_leaves_the_answers_and_no_folder(
     assert len(out.read_text().splitlines()) == 4 and not cache.exists()
 
 
+@pytest.mark.slow
 def test_report_of_two_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, "report", folder / "run", folder / "sft", "--out", folder / "report.html")
     assert Path(result["html"]).read_text().lstrip().lower().startswith("<!doctype html") and Path(result["png"]).stat().st_size > 10_000
@@ -280,6 +282,7 @@ def test_commands_with_results(folder: Path, program: Program, arguments: list[s
     assert len(lines) == len(phases) and all(line.startswith(phase) for line, phase in zip(lines, phases, strict=True)), done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_one_line(folder: Path, environment: dict[str, str]) -> None:
     """A terminal sends the interrupt to every process of the group, so the verifiers get it too."""
     command = [sys.executable, "-m", "trace_jax", "eval", "run", "--max-prompts", "200", "--samples", "64"]

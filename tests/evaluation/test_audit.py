@@ -148,6 +148,7 @@ def settings(micro_batch_tokens: int, max_length: int = 32) -> UpdateSettings:
     return UpdateSettings(ObjectiveSpec(tiny.policy("float32"), tiny.guided(tiny.PLANS["nvfp4"])), micro_batch_tokens, max_length)
 
 
+@pytest.mark.slow
 def test_micro_batches_hold_no_more_than_train_micro_batch_tokens(audited, monkeypatch):
     """The forward keeps every value of every layer, so a batch beyond the limit is memory beyond the limit."""
     shapes = []

@@ -90,6 +90,7 @@ def test_later_answers_and_unfinished_files_are_removed(tmp_path):
     assert [path.exists() for path in [*kept, *gone]] == [True] * 3 + [False] * 3
 
 
+@pytest.mark.slow
 def test_a_run_says_what_changed_or_stays_untouched(make_config, cold_start, tmp_path, capsys):
     config = make_config(f"model.source={cold_start.directory}", "steps=1", "eval.every=0")
     run = tmp_path / "run"

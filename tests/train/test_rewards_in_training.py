@@ -61,7 +61,7 @@ def rollouts(directory: Path, step: int) -> list[dict[str, Any]]:
     ("reward", "reason"),
     [
         pytest.param("sometimes_raises", "ValueError: no verdict today", marks=pytest.mark.slow),
-        ("sometimes_hangs", "cut off after 0.3 seconds"),
+        pytest.param("sometimes_hangs", "cut off after 0.3 seconds", marks=pytest.mark.slow),
     ],
 )
 def test_rew_01_failing_answers_are_counted_and_left_out(config, judge, tmp_path, capfd, reward, reason):
