@@ -14,6 +14,7 @@ from pallas_kernels.implementation import dispatch
 from pallas_kernels.multiplier import require_multiplier, resolve_multiplier
 from pallas_kernels.rms_norm_fake_quant import reference
 from pallas_kernels.rms_norm_fake_quant.rule import inverse_rms, rms_norm
+from pallas_kernels.straight_through import straight_through
 
 
 def rms_norm_fake_quant(
@@ -51,14 +52,18 @@ def rms_norm_fake_quant(
         raise ValueError(f"the norm's weight has shape {weight.shape}; x needs {x.shape[-1:]}")
     require_multiplier(fmt, multiplier)
     own = resolve_multiplier(x, fmt, multiplier)
-    if guide is None:
-        return _fused(x, weight, (own,), eps, None, fmt, implementation)
-    check_guide(x, guide, fmt)
-    return _fused(x, weight, record_arrays(guide, x.shape[:-1], own), eps, guide.kind, fmt, implementation)
+    if guide is not None:
+        check_guide(x, guide, fmt)
+    rounding = (own,) if guide is None else record_arrays(guide, x.shape[:-1], own)
+    rounded = functools.partial(_rounded, eps=eps, kind=None if guide is None else guide.kind, fmt=fmt, implementation=implementation)
+    return straight_through(rounded, functools.partial(_exact, eps=eps), (x, weight), rounding)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _fused(x, weight, rounding, eps, kind, fmt, implementation):
+def _exact(x, weight, *, eps):
+    return rms_norm(x, weight, inverse_rms(x, eps))
+
+
+def _rounded(x, weight, *rounding, eps, kind, fmt, implementation):
     # A reduction that is not fused with what follows, so that it takes the same order whatever that is.
     inverse = jax.lax.optimization_barrier(inverse_rms(x, eps))
     arguments = (x, weight, inverse, rounding, kind, fmt)
@@ -69,15 +74,3 @@ def _fused(x, weight, rounding, eps, kind, fmt, implementation):
         return kernel.rms_norm_fake_quant(*arguments)
 
     return dispatch("rms_norm_fake_quant", implementation, reference=lambda: reference.rms_norm_fake_quant(*arguments), pallas=pallas)
-
-
-def _forward(x, weight, rounding, eps, kind, fmt, implementation):
-    return _fused(x, weight, rounding, eps, kind, fmt, implementation), (x, weight)
-
-
-def _backward(eps, kind, fmt, implementation, residuals, cotangent):
-    _, pullback = jax.vjp(lambda x, weight: rms_norm(x, weight, inverse_rms(x, eps)), *residuals)
-    return *pullback(cotangent), None
-
-
-_fused.defvjp(_forward, _backward)

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -14,6 +13,7 @@ from pallas_kernels.implementation import dispatch
 from pallas_kernels.multiplier import require_multiplier, resolve_multiplier
 from pallas_kernels.rope_fake_quant import reference
 from pallas_kernels.rope_fake_quant.rule import rotate
+from pallas_kernels.straight_through import straight_through
 
 
 def rope_fake_quant(
@@ -29,7 +29,7 @@ def rope_fake_quant(
     """The heads of x rotated by their positions, rounded to their dtype, and then to the values of the format.
 
     Bit for bit `fake_quant` or `guided_fake_quant` of `rule.rotate`, whose value is never written to memory by the kernel. The gradient is
-    that of the rotation, straight through the rounding; the tables are constants.
+    that of the rotation, straight through the rounding.
 
     Args:
       x: bfloat16, float16 or float32, keys before RoPE; the kernel takes bfloat16.
@@ -53,14 +53,14 @@ def rope_fake_quant(
         )
     require_multiplier(fmt, multiplier)
     own = resolve_multiplier(x, fmt, multiplier)
-    if guide is None:
-        return _fused(x, cos, sin, (own,), None, fmt, implementation)
-    check_guide(x, guide, fmt)
-    return _fused(x, cos, sin, record_arrays(guide, x.shape[:-1], own), guide.kind, fmt, implementation)
+    if guide is not None:
+        check_guide(x, guide, fmt)
+    rounding = (own,) if guide is None else record_arrays(guide, x.shape[:-1], own)
+    rounded = functools.partial(_rounded, kind=None if guide is None else guide.kind, fmt=fmt, implementation=implementation)
+    return straight_through(rounded, rotate, (x, cos, sin), rounding)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _fused(x, cos, sin, rounding, kind, fmt, implementation):
+def _rounded(x, cos, sin, *rounding, kind, fmt, implementation):
     arguments = (x, cos, sin, rounding, kind, fmt)
 
     def pallas():
@@ -69,16 +69,3 @@ def _fused(x, cos, sin, rounding, kind, fmt, implementation):
         return kernel.rope_fake_quant(*arguments)
 
     return dispatch("rope_fake_quant", implementation, reference=lambda: reference.rope_fake_quant(*arguments), pallas=pallas)
-
-
-def _forward(x, cos, sin, rounding, kind, fmt, implementation):
-    return _fused(x, cos, sin, rounding, kind, fmt, implementation), (x, cos, sin)
-
-
-def _backward(kind, fmt, implementation, residuals, cotangent):
-    x, cos, sin = residuals
-    (gradient,) = jax.vjp(lambda x: rotate(x, cos, sin), x)[1](cotangent)
-    return gradient, None, None, None
-
-
-_fused.defvjp(_forward, _backward)

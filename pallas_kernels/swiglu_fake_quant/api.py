@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, BFloat16, Float
@@ -11,6 +10,7 @@ from pallas_kernels.blocks import check_input
 from pallas_kernels.formats import BlockFormat
 from pallas_kernels.implementation import dispatch
 from pallas_kernels.multiplier import require_multiplier, resolve_multiplier
+from pallas_kernels.straight_through import straight_through
 from pallas_kernels.swiglu_fake_quant import reference
 from pallas_kernels.swiglu_fake_quant.rule import swiglu
 
@@ -46,27 +46,14 @@ def swiglu_fake_quant(
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {gate.shape} and up {up.shape}; pass two projections of the same tokens")
     require_multiplier(fmt, multiplier)
-    return _fused(gate, up, resolve_multiplier(gate, fmt, multiplier), fmt, implementation)
+    rounded = functools.partial(_rounded, fmt=fmt, implementation=implementation)
+    return straight_through(rounded, swiglu, (gate, up), (resolve_multiplier(gate, fmt, multiplier),))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _fused(gate, up, multiplier, fmt, implementation):
-    arguments = (gate, up, multiplier, fmt)
-
+def _rounded(*arrays, fmt, implementation):
     def pallas():
         from pallas_kernels.swiglu_fake_quant import pallas as kernel
 
-        return kernel.swiglu_fake_quant(*arguments)
+        return kernel.swiglu_fake_quant(*arrays, fmt)
 
-    return dispatch("swiglu_fake_quant", implementation, reference=lambda: reference.swiglu_fake_quant(*arguments), pallas=pallas)
-
-
-def _forward(gate, up, multiplier, fmt, implementation):
-    return _fused(gate, up, multiplier, fmt, implementation), (gate, up)
-
-
-def _backward(fmt, implementation, residuals, cotangent):
-    return *jax.vjp(swiglu, *residuals)[1](cotangent), None
-
-
-_fused.defvjp(_forward, _backward)
+    return dispatch("swiglu_fake_quant", implementation, reference=lambda: reference.swiglu_fake_quant(*arrays, fmt), pallas=pallas)
