@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help install quickstart quickstart-vllm test test-all parity lint format clean
 
 help:
-	@echo "make quickstart   install and run the main job on CPU (3 to 6 minutes on 2 cores)"
+	@echo "make quickstart   install and run the main job on CPU (4 to 6 minutes on 2 cores, packages included)"
 	@echo "make quickstart-vllm   the same with fewer steps and vLLM on CPU in $(VLLM_VENV), which takes another 1 GB"
 	@echo "make test         install the test extra and run the quick suite"
 	@echo "make test-all     the same with the slow tests, everything compiled as users do"
