@@ -30,6 +30,7 @@ def check(config: Config) -> None:
     _check_not_implemented(config)
     _check_sampling(config)
     _check_guidance(config)
+    _check_algorithm(config)
     _check_training_keys(config)
 
 
@@ -118,6 +119,35 @@ def _check_guidance(config: Config) -> None:
         raise UserError(
             f"guidance.record is {guidance.record}, but nothing follows the record: train_quant.activations is {quant.activations} and "
             f"train_quant.kv_cache is {quant.kv_cache}; write record: none, or guided"
+        )
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm, correction = config.algorithm, config.algorithm.correction
+    if algorithm.clip_c is not None and algorithm.loss != "ppo_clip":
+        raise UserError(f"algorithm.clip_c is {algorithm.clip_c}, which only algorithm.loss: ppo_clip has; write clip_c: null")
+    if algorithm.loss_scale_factor is not None and algorithm.aggregation != "seq_mean_token_sum_norm":
+        raise UserError(
+            f"algorithm.loss_scale_factor is {algorithm.loss_scale_factor}, but algorithm.aggregation {algorithm.aggregation} has no "
+            "constant; write loss_scale_factor: null, or aggregation: seq_mean_token_sum_norm"
+        )
+    if correction.low is not None and correction.kind != "icepop":
+        raise UserError(
+            f"algorithm.correction.low is {correction.low}, but kind {correction.kind} has no lower bound; write low: null, or kind: icepop"
+        )
+    if correction.kind == "icepop" and correction.lower_bound >= correction.cap:
+        raise UserError(
+            f"algorithm.correction keeps no token: its low is {correction.lower_bound} and its cap {correction.cap}; write a cap above it"
+        )
+    if correction.kind == "none" and correction.level != "token":
+        raise UserError(f"algorithm.correction.level is {correction.level}, but kind none has no weight; write level: token, or kind: tis")
+    overlong, longest = algorithm.overlong_buffer, config.rollout.max_new_tokens
+    if overlong.len is not None and not overlong.enable:
+        raise UserError(f"algorithm.overlong_buffer.len is {overlong.len}, but enable is false; write enable: true, or len: null")
+    if overlong.len is not None and overlong.len > longest:
+        raise UserError(
+            f"algorithm.overlong_buffer.len is {overlong.len}, more than rollout.max_new_tokens={longest}: every answer would be too long; "
+            f"write {longest} or less"
         )
 
 

@@ -19,6 +19,8 @@ from trace_jax.models.registry import ModelConfig, Params, config_from_dict, ini
 from trace_jax.quantization.calibration import calibrate
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.plan import QuantPlan, rollout_plan, trainer_plan
+from trace_jax.rl.corrections import Correction
+from trace_jax.rl.losses import PolicyLoss
 from trace_jax.rollout.embedded.decode import CaptureSpec
 from trace_jax.rollout.embedded.engine import EmbeddedEngine
 from trace_jax.rollout.engine import Engine
@@ -30,6 +32,7 @@ from trace_jax.tokenizers import BUILT_IN, Tokenizer, load_tokenizer
 from trace_jax.train.checkpoint import load_policy
 from trace_jax.train.objective import ObjectiveSpec
 from trace_jax.train.sft import worked_example
+from trace_jax.train.update import UpdateSettings
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -56,6 +59,18 @@ class Setup:
         guidance = self.config.guidance
         layers = resolve_layers(guidance.layers, self.policy.config.num_layers)
         return CaptureSpec(guidance.record, tuple(guidance.sites), layers)
+
+    def updates(self, max_length: int) -> UpdateSettings:
+        """How sequences of at most `max_length` tokens are trained on."""
+        algorithm = self.config.algorithm
+        return UpdateSettings(
+            spec=self.objective,
+            micro_batch_tokens=self.config.train.micro_batch_tokens,
+            max_length=max_length,
+            replay=algorithm.routing_replay,
+            aggregation=algorithm.aggregation,
+            loss_scale_factor=algorithm.loss_scale_factor or self.config.rollout.max_new_tokens,
+        )
 
     def engine(self) -> Engine:
         """A new engine without weights: the embedded one, or what the factory of an installed package makes of this setup."""
@@ -131,14 +146,12 @@ def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = N
     plan = rollout_plan(
         rollout.weights, rollout.activations, rollout.kv_cache.k, rollout.kv_cache.v, rollout.activation_scale == "per_token"
     )
-    algorithm = config.algorithm
+    algorithm, correction = config.algorithm, config.algorithm.correction
     objective = ObjectiveSpec(
         policy=policy,
         plan=trainer_plan(plan, quant.weights, quant.activations, quant.down_input, quant.kv_cache),
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        correction=algorithm.correction.kind,
-        cap=algorithm.correction.cap,
+        loss=PolicyLoss(algorithm.loss, algorithm.ratio_level, algorithm.clip_low, algorithm.clip_high, algorithm.clip_c),
+        correction=Correction(correction.kind, correction.level, correction.cap, correction.lower_bound),
     )
     sampling = SamplingSettings(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_prompt_tokens)
     return Setup(config, policy, tokenizer, task or load_config_task(config), plan, objective, sampling)
