@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rollout_bridge.export import ExportSettings
 from rollout_bridge.export.layout import tensor_plan
 from rollout_bridge.vllm_plugin.weights.expected import ModelLayout, expected_tensors
 from tests import tiny_policy
-from tests.rollout_bridge.engine.weight_updates import update
 from tests.tiny_policy import BIASED, CONFIG, PLANS, TIED
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
 from trace_jax.quantization.plan import rollout_plan
@@ -63,36 +61,37 @@ def test_scales_of_the_cache_are_optional_until_the_cache_needs_them():
     assert {name for name in names if expected_tensors(layout(required_kv=("v",)))[name].required} == {n for n in names if "v_scale" in n}
 
 
-@pytest.mark.parametrize("format, config", (("nvfp4", CONFIG), ("bf16", TIED)), ids=("nvfp4", "bf16, tied"))
-def test_the_loader_gets_the_tensors_of_a_checkpoint(format: str, config: Qwen3MoeConfig):
+@pytest.mark.parametrize("quantized", (True, False))
+def test_the_experts_fill_every_part_of_vllm_s_parameters_once(quantized: bool):
+    pytest.importorskip("torch")
+    from rollout_bridge.vllm_plugin.weights.targets import expert_targets
+
+    parameters = ("weight", "weight_scale", "weight_scale_2", "input_scale") if quantized else ("weight",)
+    wanted = [
+        (layer, f"{stack}_{parameter}", part)
+        for layer in range(CONFIG.num_layers)
+        for parameter in parameters
+        for stack, part in (("w13", "w1"), ("w13", "w3"), ("w2", "w2"))
+    ]
+    names = expected_tensors(layout(quantized=quantized))
+    assert sorted(target for name in names for target in expert_targets(name)) == sorted(wanted)
+    (up,) = expert_targets("model.layers.11.mlp.experts.up_proj.weight_scale_2")
+    assert up == (11, "w13_weight_scale_2", "w3")
+    assert {name for name in names if expert_targets(name)} == {name for name in names if ".mlp.experts." in name}
+
+
+@pytest.mark.parametrize("config", (CONFIG, TIED), ids=("untied", "tied"))
+def test_the_rest_goes_to_the_loader_of_checkpoints_under_its_names(config: Qwen3MoeConfig):
     torch = pytest.importorskip("torch")
-    from rollout_bridge.vllm_plugin.weights.unstack import loader_tensors
-    from tests.rollout_bridge.vllm_plugin.numerics.torch_cases import to_numpy, to_torch
+    from rollout_bridge.vllm_plugin.weights.targets import plain_tensors
 
-    sent = {name: np.asarray(tensor) for one in update(PLANS[format], config=config) for name, tensor in one.tensors.items()}
-    tensors = {name: to_torch(tensor) for name, tensor in sent.items()}
-    loaded = dict(loader_tensors(tensors, layout(config, quantized=format == "nvfp4")))
-    assert not tensors
-
-    types = {"BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
-    plan = {spec.name: (types[spec.dtype], spec.shape) for spec in tensor_plan(tiny_policy.policy(config=config), ExportSettings(format))}
-    if config.tie_embeddings:
-        plan["lm_head.weight"] = plan["model.embed_tokens.weight"]
-    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in loaded.items()} == plan
-    for name, tensor in loaded.items():
-        source, expert = _source(name, config.tie_embeddings)
-        expected = sent[source] if expert is None or sent[source].ndim == 0 else sent[source][expert]
-        bits = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-        assert np.array_equal(to_numpy(bits), expected), name
-
-
-def _source(name: str, tied: bool) -> tuple[str, int | None]:
-    """The tensor of the update that a tensor of the checkpoint comes from, and the expert."""
-    if name == "lm_head.weight" and tied:
-        return "model.embed_tokens.weight", None
-    prefix, mark, rest = name.partition(".mlp.experts.")
-    if not mark:
-        return name, None
-    expert, _, part = rest.partition(".")
-    part = "input_scale" if part in ("gate_proj.input_scale", "up_proj.input_scale") else part
-    return f"{prefix}{mark}{part}", int(expert)
+    tensors = {name: torch.tensor(number) for number, name in enumerate(expected_tensors(layout(config)))}
+    sent = dict(tensors)
+    loaded = dict(plain_tensors(tensors, config.tie_embeddings))
+    assert tensors == {name: tensor for name, tensor in sent.items() if ".mlp.experts." in name}
+    plan = {
+        spec.name for spec in tensor_plan(tiny_policy.policy(config=config), ExportSettings("nvfp4")) if ".mlp.experts." not in spec.name
+    }
+    assert set(loaded) == plan | {"lm_head.weight"}
+    source = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+    assert all(tensor is sent[source if name == "lm_head.weight" else name] for name, tensor in loaded.items())
