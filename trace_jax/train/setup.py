@@ -182,8 +182,12 @@ def load_config_task(config: Config) -> Task:
     )
 
 
-def initial_policy(config: Config) -> tuple[Setup, Params, Multipliers]:
+def initial_policy(config: Config, task: Task | None = None) -> tuple[Setup, Params, Multipliers]:
     """The policy a run starts from: `model.source`, or random parameters from the run's seed.
+
+    Args:
+      config: validated config.
+      task: as in `build_setup`.
 
     Raises:
       UserError: the source is neither a run, a checkpoint nor a Hugging Face directory, its weights are not finite, or they were
@@ -191,7 +195,7 @@ def initial_policy(config: Config) -> tuple[Setup, Params, Multipliers]:
     """
     source = config.model.source
     if source is None:
-        setup = build_setup(config)
+        setup = build_setup(config, task=task)
         params = init_params(setup.policy.family, setup.policy.config, jax.random.key(config.seed))
         return setup, params, {}
     path = Path(source)
@@ -201,11 +205,11 @@ def initial_policy(config: Config) -> tuple[Setup, Params, Multipliers]:
         family, model_config, loaded_params = load_hf_directory(path)
         params = jax.tree.map(jnp.asarray, loaded_params)
         require_finite(params, source)
-        return build_setup(config, (family, model_config)), params, {}
+        return build_setup(config, (family, model_config), task), params, {}
     loaded = load_policy(path)
     _require_tokenizer(config, source, loaded.tokenizer)
     require_finite(loaded.params, source)
-    return build_setup(config, (loaded.policy.family, loaded.policy.config)), loaded.params, loaded.multipliers
+    return build_setup(config, (loaded.policy.family, loaded.policy.config), task), loaded.params, loaded.multipliers
 
 
 def _require_tokenizer(config: Config, source: str, trained: str) -> None:
