@@ -33,7 +33,7 @@ def config(*overrides: str) -> Config:
         (["method=bf16", "guidance.record=mantissa"], "no site of guidance.sites is FP4"),
         (["method=qat", "guidance.record=mantissa"], "nothing follows the record: train_quant.activations is rtn"),
         (["train_quant.activations=none", "train_quant.kv_cache=rtn"], "write record: none"),
-        (["rollout.residual_compensation.fraction=0.1"], "not implemented"),
+        (["rollout.residual_compensation.fraction=0.1"], "which the engine jax does not have; write 0.0, or engine: vllm"),
         (["mesh.data=2"], "mesh.data is 2"),
         (["mesh.expert=-1"], "mesh.expert is -1"),
         (["rollout.engine=another"], "no installed package provides"),

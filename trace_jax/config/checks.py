@@ -73,10 +73,20 @@ def _check_not_implemented(config: Config) -> None:
         if config.rollout.partial_sums != 1:
             raise UserError(f"rollout.partial_sums is {config.rollout.partial_sums}, which only rollout.engine: jax imitates; write 1")
     if config.rollout.residual_compensation.fraction > 0:
-        raise UserError("rollout.residual_compensation.fraction is above 0, which is not implemented yet; write 0.0")
+        _check_compensation(config)
     for axis, size in config.mesh:
         if size != 1:
             raise UserError(f"mesh.{axis} is {size}, but training runs on one device in this version; write 1")
+
+
+def _check_compensation(config: Config) -> None:
+    key = "rollout.residual_compensation.fraction is above 0"
+    if config.rollout.engine == "jax":
+        raise UserError(f"{key}, which the engine jax does not have; write 0.0, or engine: vllm")
+    if config.rollout.activations not in BLOCK_FORMATS:
+        raise UserError(f"{key}, but rollout.activations is {config.rollout.activations}, which leaves no residual; write 0.0")
+    if config.train_quant.activations == "guided":
+        raise UserError(f"{key}, but train_quant.activations is guided, and a record has no residual; write activations: rtn, or none")
 
 
 def _check_sampling(config: Config) -> None:

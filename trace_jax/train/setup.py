@@ -231,9 +231,13 @@ def _require_tokenizer(config: Config, source: str, trained: str) -> None:
 
 def calibrated(setup: Setup, params: Params) -> Multipliers:
     """Static multipliers from the task's own training rows and their worked answers."""
+    return calibrate(setup.policy, params, calibration_sequences(setup), setup.config.calibration.headroom)
+
+
+def calibration_sequences(setup: Setup) -> list[list[int]]:
+    """Token ids of the first training rows with their worked answers."""
     rows = setup.task.prompts("train", 0, setup.config.calibration.prompts)
-    sequences = [worked_example(row, setup.tokenizer)[0] for row in rows]
-    return calibrate(setup.policy, params, sequences, setup.config.calibration.headroom)
+    return [worked_example(row, setup.tokenizer)[0] for row in rows]
 
 
 def sync_weights(engine: Engine, setup: Setup, params: Params, multipliers: Multipliers, version: int) -> Ack:

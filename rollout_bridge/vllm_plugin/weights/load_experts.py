@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
 
 from rollout_bridge.vllm_plugin.observing import layer_id
+from rollout_bridge.vllm_plugin.weights.model_layout import PACKED, is_expert_block
 from rollout_bridge.vllm_plugin.weights.targets import expert_targets
 
 _SCALARS = ("weight_scale_2", "input_scale")
@@ -24,15 +25,16 @@ def load_experts(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
       model: between vLLM's `initialize_layerwise_reload` and `finalize_layerwise_reload`; a layer is complete with its last tensor.
       tensors: of the experts only, by their names in an update.
     """
-    layers = {layer_id(module.layer_name): module for module in model.modules() if hasattr(module, "w13_weight")}
+    layers = {layer_id(module.layer_name): module for module in model.modules() if is_expert_block(module)}
     with _stacked_scalars(layers):
         while tensors:
             name = next(iter(tensors))
             tensor = tensors.pop(name)
-            if name.endswith(".weight_scale"):
-                tensor = tensor.view(torch.float8_e4m3fn)
             for layer, parameter, part in expert_targets(name):
+                parameter += PACKED * hasattr(layers[layer], parameter + PACKED)
                 target = getattr(layers[layer], parameter)
+                if target.dtype == torch.float8_e4m3fn:
+                    tensor = tensor.view(target.dtype)
                 target.weight_loader(target, tensor, weight_name=parameter, shard_id=part, expert_id=0, return_success=True)
 
 

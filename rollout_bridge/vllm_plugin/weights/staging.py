@@ -11,8 +11,8 @@ from rollout_bridge.vllm_plugin.weights.expected import TensorSpec
 from rollout_bridge.vllm_plugin.weights.seconds import seconds
 from rollout_bridge.wire.weight_records import Piece
 
-E4M3_LARGEST = 0x7E
-"""Byte of the largest E4M3 value; above it are NaN and the negative values, which are no scales."""
+LARGEST_SCALE = {"nvfp4_scales": 0x7E, "mxfp4_scales": 0xFE}
+"""Byte of the largest block scale; above it are NaN and, in E4M3, the negative values, which are no scales."""
 
 
 class StagedUpdate:
@@ -98,8 +98,8 @@ class StagedUpdate:
 
 def bad_values(tensor: Tensor, spec: TensorSpec) -> str | None:
     """What is wrong with the values of a tensor of the given kind; None if nothing is."""
-    if spec.kind == "block_scales":
-        return "holds a block scale that is negative or NaN" if int(tensor.max()) > E4M3_LARGEST else None
+    if spec.kind in LARGEST_SCALE:
+        return "holds a block scale that is negative or NaN" if int(tensor.max()) > LARGEST_SCALE[spec.kind] else None
     if spec.kind == "codes":
         return None
     lowest, highest = tensor.aminmax()  # one pass; both are NaN where one value is
