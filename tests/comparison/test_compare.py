@@ -155,9 +155,7 @@ def test_every_figure_is_that_of_the_metrics(finished: Finished, method: str) ->
     assert (entry["gaps"]["guided"] is None) == (method == "qat")
     for part in ("rollout", "train", "sync", "step"):
         assert entry["seconds_per_step"][part] == pytest.approx(median_of_medians(f"time/{part}"))
-    sizes = [
-        row.get("guidance/bytes_per_token", 0.0) for row in last
-    ]  # a part depends on the number of tokens
+    sizes = [row.get("guidance/bytes_per_token", 0.0) for row in last]  # a part depends on the number of tokens
     assert sum(entry["bytes_per_token"].values()) == pytest.approx(statistics.median(sizes))
     for layer in (0, 1):
         shares = [

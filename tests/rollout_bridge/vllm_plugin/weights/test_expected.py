@@ -13,7 +13,7 @@ from rollout_bridge.vllm_plugin.weights.expected import Experts, ModelLayout, ex
 from tests import tiny_policy
 from tests.tiny_policy import BIASED, CONFIG, PLANS, TIED
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
-from trace_jax.quantization.plan import QuantPlan, rollout_plan
+from trace_jax.quantization.plan import rollout_plan
 from trace_jax.rollout import weight_sync
 
 BF16_KV = rollout_plan("nvfp4", "nvfp4", "bf16", "bf16")
