@@ -33,7 +33,7 @@ from trace_jax.train.checkpoint import load_policy
 from trace_jax.train.skipped import Diverged
 
 SETTINGS = (
-    *("steps=2", "sft.steps=10", "sft.eval_every=0", "eval.every=2"),
+    *("steps=2", "sft.steps=10", "sft.eval_every=0", "eval.every=2", "rollout.max_new_tokens=3"),  # so short that all rows have one length
     *("guidance.audit.every=1", "guidance.audit.sequences=1", "train.unguided_every=1"),
 )
 METHODS = ("qat", "trace")
