@@ -69,7 +69,13 @@ def test_files_are_small() -> None:
     [".".join(path.parent.relative_to(ROOT).parts) for path in SOURCES if path.name == "__init__.py" and "__all__" in path.read_text()],
 )
 def test_public_names_exist(module: str) -> None:
-    package = importlib.import_module(module)
+    try:
+        package = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        pytest.importorskip("torch")  # the worker's side needs it
+        raise
     assert len(set(package.__all__)) == len(package.__all__)
     for name in package.__all__:
         assert hasattr(package, name), f"{module}.__all__ lists {name}, which it does not have"
