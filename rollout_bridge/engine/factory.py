@@ -27,7 +27,10 @@ from rollout_bridge.wire import Ring
 from trace_jax.errors import UserError
 from trace_jax.quantization.plan import QuantPlan
 from trace_jax.rollout.weight_sync import expected_tensors
-from trace_jax.train.setup import Setup
+from trace_jax.train.setup import Setup, calibration_sequences
+
+EXPERT_FORMATS = (("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp4", "mxfp4"), ("mxfp4", "bf16"), ("bf16", "bf16"))
+"""Weights and activations of experts that vLLM serves with the plugin."""
 
 LARGEST_SLOT = 16 << 20
 """Bytes of a slot of the weights' ring: three of them fit into the 64 MiB of shared memory that containers often have."""
@@ -63,8 +66,9 @@ def make(setup: Setup) -> VllmEngine:
             silence_s=section.silence_timeout_s,
             max_restarts=section.max_restarts,
         )
+        calibration = calibration_prompts(setup, limits.context)
         if section.mode == "in_process":
-            engine = VllmEngine(lambda: InProcessLink(build, start), limits, records)
+            engine = VllmEngine(lambda: InProcessLink(build, start), limits, records, calibration)
         else:
             command = WorkerCommand(
                 command=vllm_command(section.python or sys.executable),
@@ -74,7 +78,7 @@ def make(setup: Setup) -> VllmEngine:
                 send_timeout_s=section.silence_timeout_s,
             )
             with _log_kept_on_failure(command.log):
-                engine = VllmEngine(lambda: ProcessLink(command, start), limits, records)
+                engine = VllmEngine(lambda: ProcessLink(command, start), limits, records, calibration)
         engine.resources = resources.pop_all()
         return engine
 
@@ -85,21 +89,23 @@ def export_settings(plan: QuantPlan) -> ExportSettings:
     Raises:
       UserError: formats that vLLM does not serve.
     """
-    experts = (plan.weights, plan.expert_input.format)
-    if experts not in (("nvfp4", "nvfp4"), ("bf16", "bf16")):
+    weights, activations = plan.weights, plan.expert_input.format
+    if (weights, activations) not in EXPERT_FORMATS:
+        served = ", ".join("/".join(pair) for pair in EXPERT_FORMATS)
         raise UserError(
-            f"rollout.engine vllm serves experts with weights and activations both nvfp4 or both bf16; rollout.weights is {experts[0]} and "
-            f"rollout.activations {experts[1]}; write one of these, or engine: jax"
+            f"rollout.engine vllm serves experts with weights/activations {served}; rollout.weights is {weights} and rollout.activations "
+            f"{activations}; write one of these, or engine: jax"
         )
     for side in ("k", "v"):
-        if plan.site(side).format not in ("nvfp4", "bf16"):
+        served = ("nvfp4", "bf16") if weights == "nvfp4" else ("bf16",)  # the multipliers of K and V lie in an NVFP4 checkpoint
+        if plan.site(side).format not in served:
             raise UserError(
-                f"rollout.engine vllm keeps K and V in nvfp4 or bf16; rollout.kv_cache.{side} is {plan.site(side).format}; "
-                "write one of these, or engine: jax"
+                f"rollout.engine vllm keeps K and V in {' or '.join(served)} beside {weights} weights; rollout.kv_cache.{side} is "
+                f"{plan.site(side).format}; write {served[-1]}, or engine: jax"
             )
     if plan.per_token:
         raise UserError("rollout.activation_scale is per_token, which rollout.engine vllm has not; write static, or engine: jax")
-    return ExportSettings("nvfp4" if plan.weights == "nvfp4" else "bf16")
+    return ExportSettings(weights, activations=activations)
 
 
 def engine_arguments(setup: Setup) -> dict[str, Any]:
@@ -144,6 +150,13 @@ def captured_records(setup: Setup, step_tokens: int, resources: ExitStack) -> tu
     ring = resources.enter_context(Ring.create(slots=CAPTURE_SLOTS, slot_bytes=layout.record_bytes(step_tokens)))
     records = CapturedRecords(ring.path, setup.policy.config, setup.rollout_plan, spec, audit)
     return records, {"ring": str(ring.path), "plan": layout.plan()}
+
+
+def calibration_prompts(setup: Setup, context: int) -> list[list[int]] | None:
+    """What chooses the compensated channels; None where there is no choice, because none or all are."""
+    if setup.config.rollout.residual_compensation.fraction in (0, 1):
+        return None
+    return [sequence[: context - 1] for sequence in calibration_sequences(setup)]
 
 
 def slot_bytes(setup: Setup) -> int:

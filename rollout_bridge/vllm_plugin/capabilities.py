@@ -27,15 +27,16 @@ def executed(model: Any) -> dict[str, Any]:
     attention = [layer for _, layer, _ in layers if hasattr(layer, "kv_cache_dtype") and hasattr(layer, "impl")]
     weights, activations, how = _experts([method for _, method in quantized])
     cache = _cache(attention[0])
+    fraction = max([choice.fraction for _, method in quantized for choice in getattr(method, "channels", {}).values()], default=0.0)
+    if fraction > 0:
+        how += f", residual of {100 * fraction:g} % of the input channels compensated"
     return {
         "weights": weights,
         "activations": activations,
         **cache,
         "compute_dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "quantized_layers": sorted({_number(name) for name, _ in quantized}),
-        "residual_fraction": max(
-            [choice.fraction for _, method in quantized for choice in getattr(method, "channels", {}).values()], default=0.0
-        ),
+        "residual_fraction": fraction,
         "backend": f"experts: {how}; attention: {_attention_name(attention[0])}",
     }
 

@@ -48,11 +48,16 @@ def parse_settings(value: Any) -> Settings:
     return Settings(**sides, residual_fraction=float(fraction))
 
 
+def settings_of(vllm_config: Any) -> Settings:
+    """The settings of an engine with this configuration."""
+    return parse_settings((vllm_config.additional_config or {}).get(KEY))
+
+
 def current_settings() -> Settings:
     """The settings of the engine that vLLM is building in this thread."""
     from vllm.config import get_current_vllm_config
 
-    return parse_settings((get_current_vllm_config().additional_config or {}).get(KEY))
+    return settings_of(get_current_vllm_config())
 
 
 def _section(name: str, value: Any, keys: tuple[str, ...]) -> Mapping[str, Any]:

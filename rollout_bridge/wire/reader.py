@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
 from rollout_bridge.wire import layout, locks
 from rollout_bridge.wire.errors import CorruptSlot, RingClosed, WireError
 from rollout_bridge.wire.record import read_record
-from rollout_bridge.wire.ring import Attached
+from rollout_bridge.wire.side import Side
 from rollout_bridge.wire.waiting import fence, wait_until
 
 
@@ -30,7 +28,7 @@ class Received:
     arrays: dict[str, np.ndarray]
 
 
-class RingReader:
+class RingReader(Side):
     """Receives records in order. One at a time for a ring; used by one thread. A record is freed when its reader is done with it, so
     after a crash the next reader receives it again.
 
@@ -41,10 +39,7 @@ class RingReader:
       WireError: no ring there, one of another protocol or code version, or it has a reader.
     """
 
-    def __init__(self, path: Path):
-        self._ring = Attached(path, locks.READER)
-        self._sent = self._ring.counter("sent")
-        self._released = self._ring.counter("released")
+    _role = locks.READER
 
     @contextmanager
     def receive(self, timeout_s: float) -> Iterator[Received | None]:
@@ -67,40 +62,29 @@ class RingReader:
         yield Received(number, self._record(number))
         self._release(number)
 
-    def close(self) -> None:
-        """Gives the ring back; arrays that are still in use stay readable. May be called twice."""
-        self._ring.close("reader")
-
-    def __enter__(self) -> RingReader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
     def _has(self, number: int) -> bool:
         return int(self._sent[0]) > number
 
     def _is_writer_gone(self) -> bool:
-        state = int(self._ring.counter("writer")[0])
-        return state != layout.NEVER and not self._ring.is_held(locks.WRITER)
+        return self._state(locks.WRITER) != layout.NEVER and not self._is_held(locks.WRITER)
 
     def _end(self) -> WireError:
-        if int(self._ring.counter("writer")[0]) == layout.CLOSED:
-            return RingClosed(f"{self._ring.path}: the writer has closed the ring and all its records have been received")
-        return WireError(f"{self._ring.path}: the writer has died; restart the worker, see its log for the reason")
+        if self._state(locks.WRITER) == layout.CLOSED:
+            return RingClosed(f"{self.path}: the writer has closed the ring and all its records have been received")
+        return WireError(f"{self.path}: the writer has died; restart the worker, see its log for the reason")
 
     def _record(self, number: int) -> dict[str, np.ndarray]:
-        head, data = self._ring.slot(number)
+        head, data = self._slot(number)
         length = int(head["length"][0])
         try:
-            if int(head["number"][0]) != number + 1 or length > self._ring.slot_bytes:
+            if int(head["number"][0]) != number + 1 or length > self.slot_bytes:
                 raise WireError("its slot is damaged")
             record = data[:length]
             record.flags.writeable = False
             return read_record(record, int(head["checksum"][0]))
         except WireError as error:
             self._release(number)
-            message = f"{self._ring.path}: record {number} is not what was written: {error}; it is dropped, generate its samples again"
+            message = f"{self.path}: record {number} is not what was written: {error}; it is dropped, generate its samples again"
             raise CorruptSlot(message, number) from error
 
     def _release(self, number: int) -> None:

@@ -6,6 +6,7 @@ the sender's process and between its records, so that both meet the same machine
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -35,9 +36,9 @@ def measure(*, record_mib: int = 64, slots: int = 4, laps: int = 2) -> dict[str,
       laps: how often each slot is used in a round.
 
     Returns:
-      `ring_gb_per_s` (all data received and checked), `memcpy_gb_per_s` and their ratio `share_of_memcpy`; `sender_cpu_share`, the same
-      ratio in the sender's processor time, which tells what the ring costs when other programs keep the receiver from running beside
-      it; the settings. Medians over the rounds.
+      `ring_gb_per_s` (all data received and checked), `memcpy_gb_per_s` and their ratio `share_of_memcpy`; `sender_cpu_share` and
+      `receiver_cpu_share`, the same ratio for the processor time of each side, which tells what the ring costs when other programs keep
+      the two from running side by side; the settings and the machine's `load`. Medians over the rounds.
 
     Raises:
       WireError: no room for the ring, or the other process died.
@@ -46,10 +47,7 @@ def measure(*, record_mib: int = 64, slots: int = 4, laps: int = 2) -> dict[str,
     with Ring.create(slots=slots, slot_bytes=record_bytes(arrays)) as ring:
         command = [sys.executable, "-m", __spec__.name, "--send", str(ring.path), str(record_mib), str(slots), str(laps)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sender, RingReader(ring.path) as reader:
-            for _ in range(_ROUNDS * slots * laps):
-                with reader.receive(_TIMEOUT_S) as received:
-                    if received is None:
-                        raise TimeoutError("the sending process did not send; see its output above")
+            receiving = [_seconds(lambda: _receive(reader, slots * laps))[1] for _ in range(_ROUNDS)][1:]
             text, _ = sender.communicate()
     rounds = json.loads(text)[1:]
     size = slots * laps * (record_mib << 20) / 1e9
@@ -61,11 +59,20 @@ def measure(*, record_mib: int = 64, slots: int = 4, laps: int = 2) -> dict[str,
         "ring_gb_per_s": round(size / statistics.median(wall for _, (wall, _) in rounds), 2),
         "share_of_memcpy": round(statistics.median(copy[0] / send[0] for copy, send in rounds), 3),
         "sender_cpu_share": round(statistics.median(copy[1] / send[1] for copy, send in rounds), 3),
+        "receiver_cpu_share": round(statistics.median(copy[1] / own for (copy, _), own in zip(rounds, receiving, strict=True)), 3),
+        "load": round(os.getloadavg()[0], 1),
     }
 
 
 def _arrays(record_mib: int) -> dict[str, np.ndarray]:
     return {"data": np.random.default_rng(0).integers(0, 256, record_mib << 20, np.uint8)}
+
+
+def _receive(reader: RingReader, records: int) -> None:
+    for _ in range(records):
+        with reader.receive(_TIMEOUT_S) as received:
+            if received is None:
+                raise TimeoutError("the sending process did not send; see its output above")
 
 
 def _send(path: Path, record_mib: int, slots: int, laps: int) -> None:

@@ -4,7 +4,10 @@ import threading
 import time
 from collections.abc import Callable
 
-_FIRST_S, _LONGEST_S = 20e-6, 1e-3
+_FIRST_S, _LONGEST_S = 20e-6, 5e-3
+_SHARE = 1 / 8
+"""Length of a nap, by the time that has been waited: looking costs little then, and what is there is seen soon."""
+
 _YIELDS = 20
 _FENCE = threading.Lock()
 _FENCE.acquire()
@@ -12,17 +15,15 @@ _FENCE.acquire()
 
 def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
     """Whether `ready` became true in time. Looks once even if the time is zero; sleeps longer the longer it takes."""
-    deadline = time.monotonic() + timeout_s
-    pause = 0.0
+    start = time.monotonic()
     looks = 0
     while not ready():
-        left = deadline - time.monotonic()
-        if left <= 0:
+        waited = time.monotonic() - start
+        if waited >= timeout_s:
             return False
-        time.sleep(min(pause, left))
         looks += 1
-        if looks > _YIELDS:
-            pause = min(max(2 * pause, _FIRST_S), _LONGEST_S)
+        nap = min(max(_SHARE * waited, _FIRST_S), _LONGEST_S) if looks > _YIELDS else 0.0
+        time.sleep(min(nap, timeout_s - waited))
     return True
 
 

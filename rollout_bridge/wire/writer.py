@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
 from rollout_bridge.wire import layout, locks
 from rollout_bridge.wire.errors import RingFull
 from rollout_bridge.wire.record import write_record
-from rollout_bridge.wire.ring import Attached
+from rollout_bridge.wire.side import Side
 from rollout_bridge.wire.waiting import fence, wait_until
 
 
-class RingWriter:
+class RingWriter(Side):
     """Sends records. One at a time for a ring; used by one thread. After a crash the next writer goes on behind the last whole record.
 
     Args:
@@ -25,20 +23,12 @@ class RingWriter:
       WireError: no ring there, one of another protocol or code version, or it has a writer.
     """
 
-    def __init__(self, path: Path):
-        self._ring = Attached(path, locks.WRITER)
-        self._sent = self._ring.counter("sent")
-        self._released = self._ring.counter("released")
+    _role = locks.WRITER
 
     @property
     def sent(self) -> int:
         """Records sent since the ring was made; the number of the next one."""
         return int(self._sent[0])
-
-    @property
-    def slot_bytes(self) -> int:
-        """The longest record that fits."""
-        return self._ring.slot_bytes
 
     def send(self, arrays: Mapping[str, np.ndarray], timeout_s: float) -> int:
         """Copies named arrays into the next slot, waiting for a free one.
@@ -55,9 +45,9 @@ class RingWriter:
           WireError: the record is too large, or has a dtype that does not travel; nothing was sent.
         """
         number = self.sent
-        if not wait_until(lambda: number - int(self._released[0]) < self._ring.slots, timeout_s):
-            raise RingFull(f"{self._ring.path}: all {self._ring.slots} slots are full after {timeout_s:g} s: {self._reader_state()}")
-        head, data = self._ring.slot(number)
+        if not wait_until(lambda: number - int(self._released[0]) < self.slots, timeout_s):
+            raise RingFull(f"{self.path}: all {self.slots} slots are full after {timeout_s:g} s: {self._reader_state()}")
+        head, data = self._slot(number)
         head["number"][0] = 0
         fence()
         length, checksum = write_record(arrays, data)
@@ -75,24 +65,14 @@ class RingWriter:
         """
         if not wait_until(lambda: int(self._released[0]) == self.sent, timeout_s):
             left = self.sent - int(self._released[0])
-            raise RingFull(f"{self._ring.path}: {left} records are unread after {timeout_s:g} s: {self._reader_state()}")
-
-    def close(self) -> None:
-        """Says that nothing more will come; may be called twice."""
-        self._ring.close("writer")
-
-    def __enter__(self) -> RingWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+            raise RingFull(f"{self.path}: {left} records are unread after {timeout_s:g} s: {self._reader_state()}")
 
     def _reader_state(self) -> str:
-        state = int(self._ring.counter("reader")[0])
+        state = self._state(locks.READER)
         if state == layout.NEVER:
             return "no reader has opened the ring; start the trainer's side"
         if state == layout.CLOSED:
             return "the reader has closed the ring; stop sending"
-        if not self._ring.is_held(locks.READER):
+        if not self._is_held(locks.READER):
             return "the reader has died; restart the trainer's side"
         return "the reader is too slow; use more slots or a longer timeout"

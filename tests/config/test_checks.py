@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trace_jax.config import METHODS, Config, check_for_training, from_mapping
+from trace_jax.config import ALGORITHMS, METHODS, Config, check_for_training, from_mapping
 from trace_jax.errors import UserError
 
 BASE: dict[str, Any] = {"model": {"config": {"num_layers": 4}}}
@@ -33,7 +33,7 @@ def config(*overrides: str) -> Config:
         (["method=bf16", "guidance.record=mantissa"], "no site of guidance.sites is FP4"),
         (["method=qat", "guidance.record=mantissa"], "nothing follows the record: train_quant.activations is rtn"),
         (["train_quant.activations=none", "train_quant.kv_cache=rtn"], "write record: none"),
-        (["rollout.residual_compensation.fraction=0.1"], "not implemented"),
+        (["rollout.residual_compensation.fraction=0.1"], "which the engine jax does not have; write 0.0, or engine: vllm"),
         (["mesh.data=2"], "mesh.data is 2"),
         (["mesh.expert=-1"], "mesh.expert is -1"),
         (["rollout.engine=another"], "no installed package provides"),
@@ -42,6 +42,14 @@ def config(*overrides: str) -> Config:
         (["optimizer.name=adam", "optimizer.weight_decay=0.1"], "adam has none"),
         (["steps=20", "optimizer.decay_steps=19"], "write optimizer.decay_steps: 20 or more"),
         (["steps=20", "optimizer.warmup_steps=20", "optimizer.decay_steps=20"], "write optimizer.decay_steps: 21 or more"),
+        (["algorithm.name=cispo", "algorithm.clip_c=3.0"], "which only algorithm.loss: ppo_clip has"),
+        (["algorithm.loss_scale_factor=64"], "algorithm.aggregation token_mean has no constant"),
+        (["algorithm.correction.low=0.5"], "kind tis has no lower bound"),
+        (["algorithm.correction={kind: icepop, cap: 0.5}"], "keeps no token"),
+        (["algorithm.correction={kind: none, level: sequence}"], "kind none has no weight"),
+        (["algorithm.name=trust_band", "algorithm.correction.kind=none"], "write level: token"),
+        (["algorithm.overlong_buffer.len=8"], "enable is false"),
+        (["algorithm.name=dapo", "algorithm.overlong_buffer.len=65"], "write 64 or less"),
         (["sft.stop_pass_rate=0.5", "sft.eval_every=0"], "never looked at"),
         (["train.updates_per_batch=20", "sync.max_staleness=19"], "prompts to split"),
         (["rollout.max_prompt_tokens=5000"], "write 5064 or more"),
@@ -67,6 +75,9 @@ def test_refused(overrides: list[str], part: str) -> None:
         ["rollout.weights=mxfp4", "rollout.activations=mxfp4", "rollout.kv_cache={k: mxfp4, v: mxfp4}"],
         ["rollout.top_p=0.9", "rollout.top_k=50", "rollout.temperature=0.0"],
         ["model.source=some/run"],
+        ["algorithm.correction={kind: icepop, low: 0.0, cap: 2.0}"],
+        ["algorithm.name=dapo", "algorithm.overlong_buffer.len=64"],
+        ["algorithm.name=dr_grpo", "algorithm.loss_scale_factor=1000"],
     ],
 )
 def test_allowed(overrides: list[str]) -> None:
@@ -105,3 +116,34 @@ def test_methods_differ_as_documented() -> None:
 
 def test_only_fp4_sites_are_recorded() -> None:
     assert config("rollout.kv_cache.v=bf16").recorded_sites == ("expert_input", "k")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_can_train_and_is_a_name_of_the_schema(name: str) -> None:
+    algorithm = config(f"algorithm.name={name}")
+    check_for_training(algorithm)
+    assert algorithm.algorithm.name == name
+    with pytest.raises(UserError, match=f"write one of: .*{name}"):
+        config("algorithm.name=another")
+
+
+def test_algorithms_differ_as_documented() -> None:
+    of = {name: config(f"algorithm.name={name}").algorithm for name in ALGORITHMS}
+    default = config().algorithm
+    assert default == of["grpo"]
+    differs = {
+        name: {key for key, value in found.model_dump().items() if key != "name" and value != default.model_dump()[key]}
+        for name, found in of.items()
+    }
+    assert differs == {
+        "grpo": set(),
+        "dr_grpo": {"normalize_std", "aggregation"},
+        "dapo": {"filter_groups", "overlong_buffer"},
+        "gspo": {"ratio_level", "clip_low", "clip_high", "aggregation"},
+        "cispo": {"loss", "clip_low", "clip_high"},
+        "trust_band": {"ratio_level", "clip_low", "clip_high", "clip_c", "aggregation", "correction"},
+    }
+    assert not of["dr_grpo"].normalize_std and of["dr_grpo"].aggregation == "seq_mean_token_sum_norm"
+    assert (of["dapo"].filter_groups.max_num_gen_batches, of["dapo"].overlong_buffer.penalty_factor) == (10, 1.0)
+    assert (of["gspo"].clip_low, of["gspo"].clip_high, of["trust_band"].clip_c) == (3e-4, 4e-4, 1.0007)
+    assert of["trust_band"].correction.model_dump() == {"kind": "tis", "level": "geometric", "cap": 2.0, "low": None}

@@ -95,7 +95,7 @@ def test_values_are_not_changed_by_overrides() -> None:
         ("rollout.activations=mxfp8", ["one of: bf16, fp8, nvfp4, mxfp4"]),
         ("train_quant.weights=guided", ["one of: none, rtn"]),
         ("train_quant.down_input=guided", ["one of: none, rtn"]),
-        ("algorithm.name=gspo", ["algorithm.name is gspo", "one of: grpo"]),
+        ("algorithm.name=ppo", ["algorithm.name is ppo", "one of: grpo, dr_grpo"]),
         ("method=quads", ["quads", "one of: bf16, naive, qat, trace, trace_full, trace_scales"]),
         ("method=3", ["method is 3"]),
         ("guidance.layers=last:0", ["all, last_half, last:N, first:N or a list of layer ids"]),
@@ -129,6 +129,19 @@ def test_a_method_on_the_command_line_is_not_undone_by_the_file() -> None:
     assert "method=qat" in message and "train_quant.activations" in message and "guided" in message
     assert from_mapping(resolved, ["method=qat", "train_quant={}", "guidance.record=none"]).guidance.record == "none"
     assert from_mapping(resolved, ["method=trace"]).method == "trace"
+
+
+def test_an_algorithm_stands_below_the_file_and_is_not_undone_by_it() -> None:
+    """As with `method`; an algorithm that the file itself names is filled up by it."""
+    written = BASE | {"algorithm": {"name": "gspo", "clip_high": 1e-3}}
+    algorithm = from_mapping(written, ["algorithm.clip_low=2e-3"]).algorithm
+    assert (algorithm.ratio_level, algorithm.clip_low, algorithm.clip_high) == ("geometric", 2e-3, 1e-3)
+    assert algorithm.aggregation == "seq_mean_token_mean"
+    message = refusal(["algorithm.name=trust_band"], written)
+    assert "algorithm.name=trust_band on the command line stands for algorithm.clip_high: 0.0004" in message
+    assert "remove that line from the file, or add algorithm.clip_high=0.0004" in message
+    resolved = from_mapping(written).model_dump(mode="json")
+    assert from_mapping(resolved, ["algorithm.name=gspo"]) == from_mapping(written)
 
 
 TASK: dict[str, Any] = {"name": "jsonl:a", "params": {"test": "b"}, "question_pattern": "(x)", "reward": "exact"}

@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
 
 from trace_jax.report.bars import stacked_bars
-from trace_jax.report.build import _OVERVIEW, _overview
+from trace_jax.report.build import _OVERVIEW, overview
 from trace_jax.report.html import _figure
 from trace_jax.report.sections import SECTIONS
 from trace_jax.report.series import Run
@@ -91,7 +91,7 @@ def test_a_panel_is_drawn_by_its_fields_whatever_its_title(monkeypatch):
             assert picture_size(_figure(renamed, runs)) == picture_size(_figure(PANELS[title], runs))
         assert [panel.bars for panel in _OVERVIEW] == [False] * 4 + [True] * 2
         monkeypatch.setattr("trace_jax.report.build._OVERVIEW", [dataclasses.replace(panel, title="Renamed") for panel in _OVERVIEW])
-        assert _overview(runs).startswith(b"\x89PNG")
+        assert overview(runs).startswith(b"\x89PNG")
 
 
 def test_a_distance_of_zero_has_no_point_on_a_log_axis():

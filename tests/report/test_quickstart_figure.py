@@ -11,7 +11,7 @@ from rich.console import Console
 from trace_jax.config import load
 from trace_jax.quickstart import table
 from trace_jax.report.quickstart import figure_subtitle, quickstart_figure
-from trace_jax.report.quickstart_summary import Summary, summarise
+from trace_jax.report.run_summary import Summary, summarise
 from trace_jax.report.series import Run
 
 CONFIG = Path(__file__).resolve().parent.parent.parent / "configs" / "quickstart.yaml"

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trace_jax.errors import UserError
-from trace_jax.rl import frac_reward_zero_std, group_advantages
+from trace_jax.rl import frac_reward_zero_std, group_advantages, groups_with_signal
 
 
 def f32(*values):
@@ -118,3 +118,14 @@ def test_adv_08_09_equals_the_loop_and_centres_each_group(case):
             assert not got[valid].any()
         assert abs(got[valid].sum()) < 1e-5
     assert not got[np.isnan(rewards)].any()
+
+
+def test_adv_03_groups_with_signal():
+    rewards = f32(1, 1, 0, 1, math.nan, math.nan, 3, math.nan, 0, 5)
+    group = i64(9, 9, 4, 4, 2, 2, 4, 4, 1, 1)
+    # 9 is constant, 4 varies, 2 has no valid reward, 1 varies; a group of one valid reward has nothing to compare with.
+    np.testing.assert_array_equal(groups_with_signal(rewards, group), [1, 4])
+    assert groups_with_signal(f32(1, math.nan), i64(0, 0)).size == 0
+    # Exactly the groups with an advantage.
+    found = np.unique(group[group_advantages(rewards, group) != 0])
+    np.testing.assert_array_equal(groups_with_signal(rewards, group), found)

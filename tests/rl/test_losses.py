@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trace_jax.metrics import combine, finalize
-from trace_jax.rl import ppo_clip_loss_sum, token_count, token_mean
+from trace_jax.rl import PolicyLoss, normalized, policy_loss_sum, token_count
 
 LN = np.log
 # Two sequences, three tokens, one padded token that holds garbage. Ratios exp(logp - logp_old):
@@ -25,7 +25,7 @@ WEIGHTED_SUM = -9.26
 
 
 def loss_sum(logp=LOGP, logp_old=LOGP_OLD, advantages=ADVANTAGES, mask=MASK, weights=None):
-    return ppo_clip_loss_sum(logp, logp_old, advantages, mask, weights, clip_low=0.2, clip_high=0.28)
+    return policy_loss_sum(logp, logp_old, advantages, mask, weights, loss=PolicyLoss(clip_low=0.2, clip_high=0.28))
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
@@ -72,15 +72,18 @@ def test_adv_06_token_advantages_act_on_their_tokens_only():
 
 
 def test_adv_02_equal_rewards_give_loss_zero_not_nan():
-    value, gradient = jax.value_and_grad(lambda x: token_mean(loss_sum(x, advantages=jnp.zeros(2, jnp.float32))[0], 5))(LOGP)
+    value, gradient = jax.value_and_grad(lambda x: normalized(loss_sum(x, advantages=jnp.zeros(2, jnp.float32))[0], 5))(LOGP)
     assert value == 0.0
     np.testing.assert_array_equal(gradient, jnp.zeros((2, 3)))
 
 
-def test_adv_03_zero_variance_groups_stay_in_the_denominator():
+def test_adv_03_zero_variance_groups_stay_in_the_denominator_unless_they_are_filtered():
     advantages = ADVANTAGES * jnp.array([1.0, 0.0], jnp.float32)
     total = loss_sum(advantages=advantages)[0]
-    np.testing.assert_allclose(token_mean(total, token_count(MASK)), -5.56 / 5, rtol=1e-6)
+    np.testing.assert_allclose(normalized(total, token_count(MASK)), -5.56 / 5, rtol=1e-6)
+    # Filtered by dynamic sampling, the group is no part of the batch, and the others weigh more.
+    kept = jax.tree.map(lambda x: x[:1], (LOGP, LOGP_OLD, ADVANTAGES, MASK))
+    np.testing.assert_allclose(normalized(loss_sum(*kept)[0], token_count(kept[3])), -5.56 / 3, rtol=1e-6)
 
 
 def test_len_06_token_mean_with_a_padded_row():
@@ -88,7 +91,7 @@ def test_len_06_token_mean_with_a_padded_row():
     mask = jnp.concatenate([MASK, jnp.zeros((1, 3), bool)])
     value, stats = loss_sum(padded[0], padded[1], padded[2], mask)
     # Mean over the 5 sampled tokens. A mean per sequence first would give (-5.56 / 3 + 2.3 / 2) / 2 = -0.3516667.
-    np.testing.assert_allclose(token_mean(value, token_count(mask)), LOSS_SUM / 5, rtol=1e-6)
+    np.testing.assert_allclose(normalized(value, token_count(mask)), LOSS_SUM / 5, rtol=1e-6)
     assert finalize(stats)["policy/clip_fraction"] == pytest.approx(CLIPPED)
 
 
@@ -113,7 +116,7 @@ def jitted_loss(batch):
 @jax.jit
 def whole(batch, count):
     def loss(logp):
-        return token_mean(loss_sum(**(batch | {"logp": logp}))[0], count)
+        return normalized(loss_sum(**(batch | {"logp": logp}))[0], count)
 
     return jax.value_and_grad(loss)(batch["logp"])
 
@@ -176,6 +179,6 @@ def test_len_01_shards_on_several_devices_share_one_denominator():
 
     def shard_loss(shard):
         total = jax.lax.psum(loss_sum(**shard)[0], "data")
-        return token_mean(total, jax.lax.psum(token_count(shard["mask"]), "data"))
+        return normalized(total, jax.lax.psum(token_count(shard["mask"]), "data"))
 
     np.testing.assert_allclose(jax.vmap(shard_loss, axis_name="data")(shards), jnp.full(4, value), rtol=1e-6)

@@ -174,6 +174,36 @@ def test_checksum_ignores_order_and_sees_every_change():
     assert checksum_of([layer(0, codes=np.asfortranarray(codes), scale=scale), updates[1]]) == reference
 
 
+@pytest.mark.parametrize("values", (256, 2), ids=("random", "two values"))
+def test_checksum_sees_every_change_of_a_large_tensor(values: int):
+    """Rows of 8 KiB, their end, and what fills none."""
+    rng = np.random.default_rng(1)
+    data = rng.integers(0, values, 70 * 8192 + 13, dtype=np.uint8)
+    words = data[: data.size // 8 * 8].view(np.uint64)
+    reference = checksum_of([layer(0, codes=data)])
+    for index in (0, 8191, 8192, 32 * 8192 - 1, 70 * 8192 - 1, 70 * 8192, data.size - 1, *rng.integers(0, data.size, 10)):
+        for bit in (0, 7):
+            data[index] ^= 1 << bit
+            assert checksum_of([layer(0, codes=data)]) != reference
+            data[index] ^= 1 << bit
+    exchanged = 0
+    for one, other in (
+        (0, 1),
+        (3, 3 + 1024),
+        (3, 3 + 32 * 1024),
+        (5, 1024 * 7 + 9),
+        (0, words.size - 1),
+        *rng.integers(0, words.size, (20, 2)),
+    ):
+        exchanged += words[one] != words[other]
+        words[[one, other]] = words[[other, one]]
+        assert (checksum_of([layer(0, codes=data)]) != reference) == (words[one] != words[other])
+        words[[one, other]] = words[[other, one]]
+    assert exchanged > 15
+    assert checksum_of([layer(0, codes=data[:-8192])]) != reference
+    assert checksum_of([layer(0, codes=data)]) == reference
+
+
 def test_both_ends_of_a_stream_agree():
     import jax.numpy as jnp
 

@@ -12,6 +12,9 @@ import pytest
 import tiny_policy as tiny
 
 from trace_jax.metrics.weighted import finalize
+from trace_jax.rl.aggregation import Aggregation
+from trace_jax.rl.corrections import Correction
+from trace_jax.rl.losses import PolicyLoss
 from trace_jax.rollout import Trajectories
 from trace_jax.rollout.micro_batches import MicroBatch
 from trace_jax.rollout.padding import PaddedBatch
@@ -59,15 +62,22 @@ def case():
     return Case(trajectories, rng.normal(size=17).astype(np.float32), logp_old)
 
 
-def measured(case: Case, kind: type[UpdateSettings]):
-    settings = kind(SPEC, micro_batch_tokens=6 * LENGTH, max_length=LENGTH)
+def measured(case: Case, kind: type[UpdateSettings], spec: ObjectiveSpec = SPEC, aggregation: Aggregation = "token_mean"):
+    settings = kind(spec, micro_batch_tokens=6 * LENGTH, max_length=LENGTH, aggregation=aggregation)
     assert len(settings.plan(case.trajectories.lengths())) == 2
     arguments = {"advantages": case.advantages, "logp_old": case.logp_old, "measure_unguided": True}
     return measure(tiny.params(), tiny.multipliers(), case.trajectories, settings, **arguments)
 
 
-def test_route_10_logp_08_len_04_packed_updates_equal_unpacked_ones(case):
-    packed, plain = measured(case, UpdateSettings), measured(case, OneSequenceARow)
+WHOLE_SEQUENCES = replace(
+    SPEC, loss=PolicyLoss(ratio_level="geometric", clip_low=0.1, clip_high=0.1), correction=Correction("icepop", "geometric", 1.3, 0.7)
+)
+"""A ratio, a weight and, with the mean of means, a divisor for each sequence."""
+
+
+@pytest.mark.parametrize(("spec", "aggregation"), [(SPEC, "token_mean"), (WHOLE_SEQUENCES, "seq_mean_token_mean")])
+def test_route_10_logp_08_len_04_packed_updates_equal_unpacked_ones(case, spec, aggregation):
+    packed, plain = measured(case, UpdateSettings, spec, aggregation), measured(case, OneSequenceARow, spec, aggregation)
     np.testing.assert_allclose(packed.logp, plain.logp, atol=1e-5)
     scale = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(plain.gradient))
     assert scale > 1e-3

@@ -13,6 +13,7 @@ import pytest
 from trace_jax.config.schema import OptimizerConfig
 from trace_jax.errors import UserError
 from trace_jax.models.hf import save_hf_directory
+from trace_jax.rl import Correction, PolicyLoss
 from trace_jax.tokenizers import load_tokenizer
 from trace_jax.train.checkpoint import Checkpoints, Progress, load_policy
 from trace_jax.train.optimizer import make_optimizer
@@ -162,3 +163,23 @@ def test_longest_sequence_ignores_empty_splits(make_config):
         len(setup.tokenizer.apply_prompt(row.prompt)) for split, size in setup.task.sizes.items() if size for row in setup.task.rows(split)
     )
     assert setup.max_sequence_tokens() == longest + 6
+
+
+def test_the_algorithm_reaches_the_update(make_config):
+    def updates(*overrides):
+        setup = build_setup(make_config(*overrides))
+        setup.task.close()
+        return setup.updates(32)
+
+    default = updates()
+    assert default.spec.loss == PolicyLoss("ppo_clip", "token", clip_low=0.2, clip_high=0.28, clip_c=None)
+    assert default.spec.correction == Correction("tis", "token", cap=5.0, low=0.5)
+    assert (default.aggregation, default.max_length, default.replay) == ("token_mean", 32, True)
+    band = updates("algorithm.name=trust_band", "algorithm.correction={kind: icepop, low: 0.25}", "algorithm.routing_replay=false")
+    assert band.spec.loss == PolicyLoss("ppo_clip", "geometric", clip_low=3e-4, clip_high=4e-4, clip_c=1.0007)
+    assert band.spec.correction == Correction("icepop", "geometric", cap=2.0, low=0.25)
+    assert (band.aggregation, band.replay) == ("seq_mean_token_mean", False)
+    assert updates("algorithm.name=cispo").spec.loss == PolicyLoss("cispo", "token", clip_low=1.0, clip_high=5.0)
+    # The constant of Dr. GRPO: the longest answer, here of 6 tokens, or what is written.
+    assert updates("algorithm.name=dr_grpo").loss_scale_factor == 6
+    assert updates("algorithm.name=dr_grpo", "algorithm.loss_scale_factor=99").loss_scale_factor == 99

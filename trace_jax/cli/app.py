@@ -28,6 +28,7 @@ COMMANDS = {
     "sft": "trace_jax.cli.sft:sft",
     "eval": "trace_jax.cli.evaluate:evaluate",
     "mismatch": "trace_jax.cli.mismatch:mismatch",
+    "compare": "trace_jax.cli.compare:compare",
     "rollout": "trace_jax.cli.rollout:rollout",
     "report": "trace_jax.cli.report:report",
     "import": "trace_jax.cli.import_checkpoint:import_checkpoint",

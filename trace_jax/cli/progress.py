@@ -24,6 +24,10 @@ class Display:
             count = "" if total is None else f" ({done + 1} of {total})"
             self._console.print(f"{what}{count} ...", markup=False, highlight=False, soft_wrap=True)
 
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Moves the bar; where there is none, nothing is said."""
+        self._bar.update(self._task, description=what, completed=done, total=total)
+
     def steps(self, what: str, total: int) -> Callable[[int, dict[str, Any]], None]:
         """Counts steps, with a line of metrics for each.
 

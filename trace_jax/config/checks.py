@@ -30,6 +30,7 @@ def check(config: Config) -> None:
     _check_not_implemented(config)
     _check_sampling(config)
     _check_guidance(config)
+    _check_algorithm(config)
     _check_training_keys(config)
 
 
@@ -72,10 +73,20 @@ def _check_not_implemented(config: Config) -> None:
         if config.rollout.partial_sums != 1:
             raise UserError(f"rollout.partial_sums is {config.rollout.partial_sums}, which only rollout.engine: jax imitates; write 1")
     if config.rollout.residual_compensation.fraction > 0:
-        raise UserError("rollout.residual_compensation.fraction is above 0, which is not implemented yet; write 0.0")
+        _check_compensation(config)
     for axis, size in config.mesh:
         if size != 1:
             raise UserError(f"mesh.{axis} is {size}, but training runs on one device in this version; write 1")
+
+
+def _check_compensation(config: Config) -> None:
+    key = "rollout.residual_compensation.fraction is above 0"
+    if config.rollout.engine == "jax":
+        raise UserError(f"{key}, which the engine jax does not have; write 0.0, or engine: vllm")
+    if config.rollout.activations not in BLOCK_FORMATS:
+        raise UserError(f"{key}, but rollout.activations is {config.rollout.activations}, which leaves no residual; write 0.0")
+    if config.train_quant.activations == "guided":
+        raise UserError(f"{key}, but train_quant.activations is guided, and a record has no residual; write activations: rtn, or none")
 
 
 def _check_sampling(config: Config) -> None:
@@ -118,6 +129,35 @@ def _check_guidance(config: Config) -> None:
         raise UserError(
             f"guidance.record is {guidance.record}, but nothing follows the record: train_quant.activations is {quant.activations} and "
             f"train_quant.kv_cache is {quant.kv_cache}; write record: none, or guided"
+        )
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm, correction = config.algorithm, config.algorithm.correction
+    if algorithm.clip_c is not None and algorithm.loss != "ppo_clip":
+        raise UserError(f"algorithm.clip_c is {algorithm.clip_c}, which only algorithm.loss: ppo_clip has; write clip_c: null")
+    if algorithm.loss_scale_factor is not None and algorithm.aggregation != "seq_mean_token_sum_norm":
+        raise UserError(
+            f"algorithm.loss_scale_factor is {algorithm.loss_scale_factor}, but algorithm.aggregation {algorithm.aggregation} has no "
+            "constant; write loss_scale_factor: null, or aggregation: seq_mean_token_sum_norm"
+        )
+    if correction.low is not None and correction.kind != "icepop":
+        raise UserError(
+            f"algorithm.correction.low is {correction.low}, but kind {correction.kind} has no lower bound; write low: null, or kind: icepop"
+        )
+    if correction.kind == "icepop" and correction.lower_bound >= correction.cap:
+        raise UserError(
+            f"algorithm.correction keeps no token: its low is {correction.lower_bound} and its cap {correction.cap}; write a cap above it"
+        )
+    if correction.kind == "none" and correction.level != "token":
+        raise UserError(f"algorithm.correction.level is {correction.level}, but kind none has no weight; write level: token, or kind: tis")
+    overlong, longest = algorithm.overlong_buffer, config.rollout.max_new_tokens
+    if overlong.len is not None and not overlong.enable:
+        raise UserError(f"algorithm.overlong_buffer.len is {overlong.len}, but enable is false; write enable: true, or len: null")
+    if overlong.len is not None and overlong.len > longest:
+        raise UserError(
+            f"algorithm.overlong_buffer.len is {overlong.len}, more than rollout.max_new_tokens={longest}: every answer would be too long; "
+            f"write {longest} or less"
         )
 
 

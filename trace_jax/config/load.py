@@ -3,7 +3,7 @@
 1. Read the file; every override `a.b=value` then replaces the value at that path. An override of `task.name` that names another
    task than the file first empties the file's `task` section, whose parameters, pattern and reward belong to the file's task.
 2. Refuse unknown keys, naming the nearest known one.
-3. Put the preset of `method` below what was set: preset < file < overrides.
+3. Put the presets of `algorithm.name` and of `method` below what was set: algorithm < method < file < overrides.
 4. Validate types and ranges, then combinations.
 
 Every mistake ends in one `UserError` line that says what is wrong, where, and what to write instead.
@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from trace_jax.config.checks import check
 from trace_jax.config.keys import leaves, nearest_key, overlay, unknown_key, value_at
 from trace_jax.config.layer_spec import resolve_layers as resolve_layers  # part of this module's interface
-from trace_jax.config.presets import preset
+from trace_jax.config.presets import algorithm_preset, preset
 from trace_jax.config.schema import Config, TaskSection
 from trace_jax.config.yaml_text import dump_yaml, parse_yaml
 from trace_jax.errors import UserError
@@ -69,12 +69,12 @@ def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = (), *, so
         near = nearest_key(wrong)
         hint = f"did you mean {near}?" if near else "remove it; trace-jax train CONFIG --dry-run then prints every key"
         raise UserError(f"{wrong} ({origin.of(wrong)}) is not a known key; {hint}")
-    method = merged.get("method", "trace")
-    chosen = preset(method)
-    if method != base.get("method", method):
-        _refuse_contradiction(chosen, base, dict(parsed), source, method)
+    below = preset(merged.get("method", "trace"))
+    _refuse_contradiction("method", below, base, merged, dict(parsed), source)
+    algorithm = algorithm_preset(value_at(overlay(below, merged), "algorithm.name")[1])
+    _refuse_contradiction("algorithm.name", algorithm, base, merged, dict(parsed), source)
     try:
-        config = Config.model_validate(overlay(chosen, merged))
+        config = Config.model_validate(overlay(overlay(algorithm, below), merged))
     except ValidationError as error:
         raise UserError(_first_problem(error, origin)) from None
     check(config)
@@ -125,15 +125,30 @@ def _names_another_task(section: Any, overrides: Mapping[str, Any]) -> bool:
 
 
 def _refuse_contradiction(
-    chosen: Mapping[str, Any], base: Mapping[str, Any], overrides: Mapping[str, Any], source: str, method: str
+    preset_key: str,
+    chosen: Mapping[str, Any],
+    base: Mapping[str, Any],
+    merged: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    source: str,
 ) -> None:
-    """A method given on the command line must not be undone by a file that spells out another one's keys."""
+    """A method or algorithm given on the command line must not be undone by a file that spells out another one's keys.
+
+    Args:
+      preset_key: `method` or `algorithm.name`.
+      chosen: what its value stands for.
+      base, merged: what the file says, and what it says with the overrides.
+    """
+    now = value_at(merged, preset_key)[1]
+    was_set, before = value_at(base, preset_key)
+    if not was_set or now == before:
+        return
     for key, value in leaves(chosen):
         is_set, written = value_at(base, key)
         overridden = any(key == name or key.startswith(f"{name}.") for name in overrides)
         if is_set and written != value and not overridden:
             raise UserError(
-                f"method={method} on the command line stands for {key}: {_shown(value)}, but {source} says {_shown(written)}; "
+                f"{preset_key}={now} on the command line stands for {key}: {_shown(value)}, but {source} says {_shown(written)}; "
                 f"remove that line from the file, or add {key}={_shown(value)}"
             )
 

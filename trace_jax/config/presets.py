@@ -1,4 +1,4 @@
-"""What each `method` stands for. A preset fills only what neither the file nor the command line sets."""
+"""What each `method` and each `algorithm.name` stands for. A preset fills only what neither the file nor the command line sets."""
 
 from __future__ import annotations
 
@@ -31,6 +31,34 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """Method name -> the keys it sets."""
 
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    # Liu et al., arXiv 2503.20783: no division by the group's std, nor by the length of an answer.
+    "dr_grpo": {"normalize_std": False, "aggregation": "seq_mean_token_sum_norm"},
+    # Yu et al., arXiv 2503.14476: clip-higher, token mean, dynamic sampling, overlong shaping.
+    "dapo": {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "aggregation": "token_mean",
+        "filter_groups": {"enable": True},
+        "overlong_buffer": {"enable": True},
+    },
+    # Zheng et al., arXiv 2507.18071: one ratio per sequence, bounds of section 5.1.
+    "gspo": {"ratio_level": "geometric", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
+    # MiniMax-M1, arXiv 2506.13585: no lower bound; the upper one as in the examples of verl and NeMo RL.
+    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 5.0},
+    # QaRL's TBPO, arXiv 2604.07853: a band for negative advantages, and the rollout's gap as one weight per sequence.
+    "trust_band": {
+        "ratio_level": "geometric",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "clip_c": 1.0007,
+        "aggregation": "seq_mean_token_mean",
+        "correction": {"kind": "tis", "level": "geometric", "cap": 2.0},
+    },
+}
+"""Algorithm name -> the keys of `algorithm` it sets."""
+
 
 def preset(method: object) -> dict[str, Any]:
     """The nested keys of a method, as a fresh mapping.
@@ -41,3 +69,8 @@ def preset(method: object) -> dict[str, Any]:
     if not isinstance(method, str) or method not in METHODS:
         raise UserError(f"method is {method!r}; write one of: {', '.join(METHODS)}")
     return copy.deepcopy(METHODS[method])
+
+
+def algorithm_preset(name: object) -> dict[str, Any]:
+    """The nested keys of an algorithm, as a fresh mapping; nothing for a name that does not exist, which the schema refuses."""
+    return {"algorithm": copy.deepcopy(ALGORITHMS[name])} if isinstance(name, str) and name in ALGORITHMS else {}

@@ -20,7 +20,8 @@ class KvCacheSection(Section):
 
 
 class ResidualSection(Section):
-    """Residual compensation of the rollout's expert weights: the share of blocks kept exactly, and how they are chosen."""
+    """Residual activation compensation (QUADS): what rounding leaves over of an expert's input is rounded as well and multiplied, in
+    this share of the input channels, those with the largest residuals."""
 
     fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     selection: Literal["l2"] = "l2"
@@ -34,7 +35,7 @@ class RolloutSection(Section):
       weights, activations, kv_cache: formats of the routed experts' weights and inputs and of the cache.
       scope: which linear layers are quantized.
       activation_scale: `static` (calibrated, constant for the run) or `per_token`.
-      residual_compensation: correction of quantized weights.
+      residual_compensation: second rounding of what the first one left over of the experts' inputs.
       group_size: answers per prompt.
       prompts_per_step: prompts of one training step.
       max_new_tokens: limit of one answer in tokens.

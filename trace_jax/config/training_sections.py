@@ -10,29 +10,83 @@ from trace_jax.config.section import Beta, Count, Positive, Rate, Section, Split
 
 
 class CorrectionSection(Section):
-    """Importance weight between the rollout's and the trainer's old policy: `tis` is min(pi_old / pi_rollout, cap)."""
+    """Importance weight against the train-versus-rollout gap, from rho = pi_old / pi_rollout.
 
-    kind: Literal["tis", "none"] = "tis"
-    level: Literal["token"] = "token"
+    Args:
+      kind: `tis` is min(rho, cap); `mis` is rho, and 0 above the cap; `icepop` is rho, and 0 outside [low, cap]; `none` is 1.
+      level: whether rho is the token's, the product over the `sequence`, or its `geometric` mean.
+      cap: upper bound of rho.
+      low: lower bound, of `icepop` alone; null is its 0.5.
+    """
+
+    kind: Literal["none", "tis", "mis", "icepop"] = "tis"
+    level: Literal["token", "sequence", "geometric"] = "token"
     cap: Rate = 5.0
+    low: Annotated[float, Field(ge=0)] | None = None
+
+    @property
+    def lower_bound(self) -> float:
+        """`low`, or its default."""
+        return 0.5 if self.low is None else self.low
+
+
+class FilterGroupsSection(Section):
+    """Dynamic sampling: groups whose answers all earned the same are replaced by new prompts.
+
+    Args:
+      enable: whether to.
+      max_num_gen_batches: most batches of `rollout.prompts_per_step` prompts that one step generates; the step then trains on the
+        groups that it has.
+    """
+
+    enable: bool = False
+    max_num_gen_batches: Positive = 10
+
+
+class OverlongBufferSection(Section):
+    """Overlong reward shaping: the reward falls over the last tokens before `rollout.max_new_tokens`.
+
+    Args:
+      enable: whether to.
+      len: how many tokens; null is a fifth of `rollout.max_new_tokens`, as in DAPO's 4096 of 20480.
+      penalty_factor: what an answer at the limit loses.
+    """
+
+    enable: bool = False
+    len: Positive | None = None
+    penalty_factor: Rate = 1.0
 
 
 class AlgorithmSection(Section):
-    """The policy-gradient objective.
+    """The policy-gradient objective; formulas in docs/method.md.
 
     Args:
-      clip_low, clip_high: the ratio pi / pi_old is clipped to [1 - clip_low, 1 + clip_high].
-      aggregation: `token_mean` divides by the sampled tokens of the whole batch.
+      name: preset of the keys below, as `method` is one of the whole (`trace_jax.config.presets`).
+      loss: objective of a token, `ppo_clip` or `cispo`.
+      ratio_level: whether the ratio pi / pi_old is the token's or the `geometric` mean over its sequence.
+      clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+      clip_c: upper bound of the ratio where the advantage is negative; null leaves it free.
+      aggregation: `token_mean` divides by the sampled tokens of the whole batch, `seq_mean_token_mean` each sequence by its own and then
+        by their number, `seq_mean_token_sum_norm` by the number of sequences times a constant.
+      loss_scale_factor: that constant in tokens; null is `rollout.max_new_tokens`.
       normalize_std: whether advantages are divided by the group's standard deviation.
+      filter_groups: replacement of groups without a signal.
+      overlong_buffer: penalty of answers near the limit.
       correction: weight against the train-versus-rollout gap.
       routing_replay: whether the trainer uses the experts that the rollout chose.
     """
 
-    name: Literal["grpo"] = "grpo"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "trust_band"] = "grpo"
+    loss: Literal["ppo_clip", "cispo"] = "ppo_clip"
+    ratio_level: Literal["token", "geometric"] = "token"
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     clip_high: Rate = 0.28
-    aggregation: Literal["token_mean"] = "token_mean"
+    clip_c: Annotated[float, Field(gt=1)] | None = None
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] = "token_mean"
+    loss_scale_factor: Positive | None = None
     normalize_std: bool = True
+    filter_groups: FilterGroupsSection = FilterGroupsSection()
+    overlong_buffer: OverlongBufferSection = OverlongBufferSection()
     correction: CorrectionSection = CorrectionSection()
     routing_replay: bool = True
 

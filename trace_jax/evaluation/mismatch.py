@@ -36,7 +36,7 @@ from trace_jax.rollout.padding import pad_batch
 from trace_jax.rollout.trajectories import Trajectories
 from trace_jax.terminal import Announce, unannounced
 from trace_jax.train.setup import Setup
-from trace_jax.train.update import UpdateSettings, measure
+from trace_jax.train.update import measure
 
 DEFAULT_PROMPTS = 64
 
@@ -56,12 +56,7 @@ def method_report(opened: OpenPolicy, rollout: PrecisionRollout, config: Config)
     """
     setup = opened.setup(config)
     trajectories = with_record(rollout.trajectories, setup)
-    settings = UpdateSettings(
-        spec=setup.objective,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        max_length=rollout.max_length,
-        replay=config.algorithm.routing_replay,
-    )
+    settings = setup.updates(rollout.max_length)
     measured = measure(opened.params, opened.multipliers, trajectories, settings)
     metrics = {name: value for name, value in finalize(measured.stats).items() if name != "loss" and not name.startswith("policy/")}
     sites: dict[str, dict[str, dict[str, float]]] = {}

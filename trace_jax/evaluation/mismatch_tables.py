@@ -79,7 +79,7 @@ def _summary(report: Mapping[str, Any]) -> Table:
 def _positions(report: Mapping[str, Any]) -> Table:
     table = _table("Mean gap (nats) by token of the answer, the first is 1: does it grow?")
     longest = max(len(result["positions"]) for entry in report["precisions"].values() for result in entry["methods"].values())
-    ranges = _ranges(longest, POSITION_COLUMNS)
+    ranges = even_ranges(longest, POSITION_COLUMNS)
     table.add_column("rollout", no_wrap=True)
     table.add_column("trainer", no_wrap=True)
     for low, high in ranges:
@@ -99,7 +99,7 @@ def _layers(precision: str, methods: Mapping[str, Any]) -> Table | None:
     layers = sorted({int(layer) for result in methods.values() for site in result["sites"].values() for layer in site})
     if not layers:
         return None
-    ranges = [layers[low:high] for low, high in _ranges(len(layers), LAYER_COLUMNS)]
+    ranges = [layers[low:high] for low, high in even_ranges(len(layers), LAYER_COLUMNS)]
     worst = ", worst layer of the range" if len(ranges) < len(layers) else ""
     table = _table(f"{precision}: share of values rounded alike in trainer and rollout (distance D_act, 0 is equal) by layer{worst}")
     table.add_column("trainer", no_wrap=True)
@@ -136,7 +136,7 @@ def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _ranges(length: int, most: int) -> list[tuple[int, int]]:
+def even_ranges(length: int, most: int) -> list[tuple[int, int]]:
     """At most `most` ranges of about equal size."""
     count = min(length, most)
     edges = [round(i * length / count) for i in range(count + 1)]

@@ -116,3 +116,10 @@ def wilson(rate: float, n: float) -> tuple[float, float]:
     centre = (rate + Z * Z / (2 * n)) / (1 + Z * Z / n)
     half = Z / (1 + Z * Z / n) * math.sqrt(rate * (1 - rate) / n + Z * Z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)  # rounding can lead just beyond
+
+
+def effective_answers(rate: float, low: float, high: float) -> float:
+    """How many independent answers a score interval stands for: the inverse of `wilson`; infinite for an interval of no width."""
+    # Its ends are the roots of (rate - x)^2 = a x (1 - x) with a = Z^2 / n, so their product is rate^2 / (1 + a), and mirrored.
+    square, product = (rate**2, low * high) if rate >= 0.5 else ((1 - rate) ** 2, (1 - low) * (1 - high))
+    return Z * Z * product / (square - product) if square > product else math.inf

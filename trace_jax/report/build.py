@@ -33,13 +33,14 @@ def report(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
     if path.suffix != ".html":
         raise UserError(f"{path}: the report is an HTML file; give a name that ends in .html")
     with styled():
-        page, picture = render_html(runs), _overview(runs)
+        page, picture = render_html(runs), overview(runs)
     write_atomic(path.with_suffix(".png"), [picture], parents=True)
     write_atomic(path, [page.encode()], parents=True)
     return path
 
 
-def _overview(runs: Sequence[Run]) -> bytes:
+def overview(runs: Sequence[Run]) -> bytes:
+    """The panels that matter most as one PNG. Use it inside ``styled()``."""
     figure = new_figure(11.0, 10.5)
     for axes, panel in zip(figure.subplots(3, 2, height_ratios=(1, 1, 0.7)).flat, _OVERVIEW, strict=True):
         heading(axes, panel.title, panel.overview)

@@ -40,11 +40,28 @@ footer { color: var(--muted); font-size: 13px; margin-top: 40px; }
 """
 
 
-def render_html(runs: Sequence[Run]) -> str:
-    """The report as HTML text. Use it inside ``styled()``."""
-    title = "trace-jax report"
+FOOTER = (
+    "Thin lines are single steps, thick ones a centred moving average over a tenth of them. Every figure comes from the metrics.jsonl of "
+    "the run; docs/metrics.md gives each formula."
+)
+
+
+def render_html(
+    runs: Sequence[Run],
+    *,
+    title: str = "trace-jax report",
+    summary: Sequence[tuple[str, list[str]]] | None = None,
+    sections: Sequence[Section] = SECTIONS,
+    footer: str = FOOTER,
+) -> str:
+    """The report as HTML text. Use it inside ``styled()``.
+
+    Args:
+        runs: what is drawn, one colour each.
+        summary: rows of (label, one text a run); None takes `summary_table`.
+    """
     names = ", ".join(run.name for run in runs)
-    body = "\n".join(_section(section, runs) for section in SECTIONS)
+    body = "\n".join(_section(section, runs) for section in sections)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -57,10 +74,9 @@ def render_html(runs: Sequence[Run]) -> str:
 <main>
 <header><h1>{escape(title)}</h1><p>{escape(names)}</p></header>
 <h2>Summary</h2>
-{_table(runs)}
+{_table(runs, summary_table(runs) if summary is None else summary)}
 {body}
-<footer>Thin lines are single steps, thick ones a centred moving average over a tenth of them. Every figure comes from the metrics.jsonl of
-the run; docs/metrics.md gives each formula.</footer>
+<footer>{escape(footer)}</footer>
 </main>
 </body>
 </html>
@@ -74,10 +90,10 @@ def png_bytes(figure: "Figure") -> bytes:
     return buffer.getvalue()
 
 
-def _table(runs: Sequence[Run]) -> str:
+def _table(runs: Sequence[Run], summary: Sequence[tuple[str, list[str]]]) -> str:
     dots = [f'<span class="dot" style="background:{COLORS[i % len(COLORS)]}"></span>' if len(runs) > 1 else "" for i in range(len(runs))]
     head = "".join(f"<th>{dot}{escape(run.name)}</th>" for dot, run in zip(dots, runs, strict=True))
-    rows = "\n".join(f"<tr><th>{escape(label)}</th>{''.join(map(_cell, values))}</tr>" for label, values in summary_table(runs))
+    rows = "\n".join(f"<tr><th>{escape(label)}</th>{''.join(map(_cell, values))}</tr>" for label, values in summary)
     return f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
 
 

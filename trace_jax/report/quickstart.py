@@ -11,7 +11,7 @@ import numpy as np
 from trace_jax.files import write_atomic
 from trace_jax.report import bars, plots
 from trace_jax.report.html import png_bytes
-from trace_jax.report.quickstart_summary import Summary
+from trace_jax.report.run_summary import Summary
 from trace_jax.report.series import Run
 from trace_jax.report.style import BLUE, COLORS, GREY, INK, MUTED, heading, new_figure, styled
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, TEAL, VIOLET, YELLOW, GREY = "#2f6fde", "#e8743b", "#13a08b", "#8b5cc7", "#d6a419", "#9aa5b1"
-COLORS = (BLUE, ORANGE, TEAL, VIOLET, YELLOW, GREY)
+ROSE, BROWN, OLIVE, SKY = "#d0487f", "#8a5a36", "#6f8f1f", "#4fb3e0"
+COLORS = (BLUE, ORANGE, TEAL, VIOLET, YELLOW, GREY, ROSE, BROWN, OLIVE, SKY)
 
 STYLE: dict[str, Any] = {
     "font.family": "sans-serif",

@@ -53,6 +53,12 @@ def group_advantages(
     return advantages
 
 
+def groups_with_signal(rewards: Float32[np.ndarray, " B"], group: Int64[np.ndarray, " B"]) -> Int64[np.ndarray, " G"]:
+    """Ids of the groups whose valid rewards are not all equal, ascending: those with an advantage other than 0."""
+    found = [group[rows[0]] for rows in _valid_groups(rewards, group) if rewards[rows].min() != rewards[rows].max()]
+    return np.asarray(found, np.int64)
+
+
 def frac_reward_zero_std(rewards: Float32[np.ndarray, " B"], group: Int64[np.ndarray, " B"]) -> float:
     """Share of groups whose valid rewards are all equal, among the groups with a valid reward; NaN if there is none."""
     constant = [rewards[rows].min() == rewards[rows].max() for rows in _valid_groups(rewards, group)]

@@ -18,11 +18,12 @@ tokens (or sequences) of a micro-batch; ``trace_jax.metrics.combine`` joins them
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, Int32, Shaped
+from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from trace_jax.metrics.weighted import MaxMetric, Stats, WeightedMetric, finalize
-from trace_jax.rl.corrections import clamp, masked_log_ratio
-from trace_jax.rl.losses import token_count
+from trace_jax.rl.aggregation import token_count
+from trace_jax.rl.ratios import clamp, masked_log_ratio
+from trace_jax.rl.sequences import sequence_sums
 
 __all__ = ["answer_positions", "entropy_stats", "finalize", "mismatch_stats", "position_gap_stats"]
 
@@ -57,8 +58,8 @@ def mismatch_stats(
     def token_average(values: Float32[Array, "B T"]) -> WeightedMetric:
         return WeightedMetric(jnp.sum(jnp.where(mask, values, 0.0)), tokens)
 
-    length = _sequence_sums(mask.astype(jnp.int32), segment_ids)
-    sequence_gap = jnp.abs(_sequence_sums(gap, segment_ids)) / jnp.maximum(length, 1).astype(jnp.float32)
+    length = sequence_sums(mask.astype(jnp.int32), segment_ids)
+    sequence_gap = jnp.abs(sequence_sums(gap, segment_ids)) / jnp.maximum(length, 1).astype(jnp.float32)
     stats: Stats = {
         "rollout_corr/kl": token_average(-gap),
         "rollout_corr/k3_kl": token_average(_k3(bounded)),
@@ -123,15 +124,6 @@ def position_gap_stats(
         "position/rollout_corr/kl": by_position(-gap),
         "position/rollout_corr/k3_kl": by_position(_k3(clamp(gap))),
     }
-
-
-def _sequence_sums(values: Shaped[Array, "B T"], segment_ids: Int[Array, "B T"] | None) -> Shaped[Array, " S"]:
-    """The sum over each sequence; slots without a sequence hold 0. A row of T tokens has at most T sequences."""
-    if segment_ids is None:
-        return jnp.sum(values, axis=1)
-    rows, slots = values.shape[0], values.shape[1] + 1
-    index = jnp.arange(rows, dtype=segment_ids.dtype)[:, None] * slots + segment_ids
-    return jax.ops.segment_sum(values.reshape(-1), index.reshape(-1), num_segments=rows * slots)
 
 
 def _k3(gap: Float32[Array, "B T"]) -> Float32[Array, "B T"]:

@@ -29,6 +29,7 @@ class TrainBatch:
       logp_rollout: float32 log-probability of the token when it was drawn.
       logp_old: the same under the trainer before the update; None takes the current forward's own.
       advantages: float32 per token.
+      divisors: float32 per token, what the loss of its sequence is divided by; None where that is 1 for all.
       temperature: float32 per token.
       routes: int32 expert ids, -1 where free; None without replay.
       guides: the rollout's guidance record; None without one.
@@ -41,6 +42,7 @@ class TrainBatch:
     logp_rollout: Float[Array, "B T"]
     logp_old: Float[Array, "B T"] | None
     advantages: Float[Array, "B T"]
+    divisors: Float[Array, "B T"] | None
     temperature: Float[Array, "B T"]
     routes: Int[Array, "B T L k"] | None
     guides: GuideBatch | None
@@ -59,6 +61,7 @@ def make_batch(
     *,
     num_layers: int,
     advantages: Float32[np.ndarray, " S"] | None = None,
+    divisors: Float32[np.ndarray, " S"] | None = None,
     logp_old: Float32[np.ndarray, " N"] | None = None,
     replay: bool = True,
 ) -> tuple[TrainBatch, PaddedBatch]:
@@ -70,6 +73,7 @@ def make_batch(
       length, rows: padded shape.
       num_layers: L of the model.
       advantages: one per sequence of `trajectories`; None for zeros.
+      divisors: one per sequence of `trajectories` (`trace_jax.rl.aggregation`); None for ones.
       logp_old: one per token of `trajectories`.
       replay: whether routes are passed on.
 
@@ -93,6 +97,7 @@ def make_batch(
         logp_rollout=jnp.asarray(packed.logprobs),
         logp_old=None if logp_old is None else per_token(logp_old),
         advantages=jnp.zeros(packed.shape, jnp.float32) if advantages is None else per_sequence(advantages, 0.0),
+        divisors=None if divisors is None else per_sequence(divisors, 1.0),
         temperature=per_sequence(trajectories.temperature, 1.0),
         routes=jnp.asarray(packed.routed_experts) if replay and packed.routed_experts is not None else None,
         guides=None if packed.guidance is None else _guides(packed.guidance, num_layers),

@@ -48,7 +48,12 @@ def print_plan(config: Config, memory: Mapping[str, float]) -> None:
     """Prints the config as YAML, and the memory plan as its comments."""
     print(dump(config))
     for name, value in memory.items():
-        print(f"# {name:<44} {value / 2**20:10.2f} MiB" if name.endswith("bytes") else f"# {name:<44} {value:10g}")
+        print(f"# {name:<44} {memory_text(name, value)}")
+
+
+def memory_text(name: str, value: float) -> str:
+    """An entry of the memory plan: MiB where its name says bytes."""
+    return f"{value / 2**20:10.2f} MiB" if name.endswith("bytes") else f"{value:10g}"
 
 
 def memory_plan(setup: Setup) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 1. Teacher-forced forward under the trainer's plan: routes replayed, guided sites rounded as the record says.
 2. Log-probabilities of the sampled tokens at the sampling temperature.
-3. Weights min(pi_old / pi_rollout, cap), PPO clip, sum over tokens divided by the token count of the whole batch.
+3. Policy loss: ratio pi / pi_old, objective per token, weight against the rollout's gap, sum over tokens divided by a total of the
+   whole batch.
 4. Mismatch figures between the trainer's and the rollout's log-probabilities, from this same forward.
 
 The unguided figures come from the same compiled function with every record marked missing, because on real hardware the
@@ -25,22 +26,21 @@ from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.plan import QuantPlan
-from trace_jax.rl.corrections import CorrectionKind, rollout_weights
+from trace_jax.rl.aggregation import normalized
+from trace_jax.rl.corrections import Correction, correction_stats, rollout_weights
 from trace_jax.rl.diagnostics import entropy_stats, mismatch_stats
-from trace_jax.rl.losses import ppo_clip_loss_sum, token_mean
+from trace_jax.rl.losses import PolicyLoss, policy_loss_sum
 from trace_jax.train.batches import TrainBatch
 
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """Static choices of the objective: policy, the trainer's plan, and the loss settings of `algorithm`."""
+    """Static choices of the objective: policy, the trainer's plan, and the settings of `algorithm` that act on tokens."""
 
     policy: Policy
     plan: QuantPlan
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    correction: CorrectionKind = "tis"
-    cap: float = 5.0
+    loss: PolicyLoss = PolicyLoss()
+    correction: Correction = Correction()
 
 
 def batch_logprobs(
@@ -60,13 +60,13 @@ def batch_logprobs(
 
 @functools.partial(jax.jit, static_argnames=("spec",))
 def objective_and_gradient(
-    params: Params, multipliers: Multipliers, batch: TrainBatch, token_total: Float[Array, ""], *, spec: ObjectiveSpec
+    params: Params, multipliers: Multipliers, batch: TrainBatch, total: Float[Array, ""], *, spec: ObjectiveSpec
 ) -> tuple[Params, Float[Array, "B T"], Stats]:
     """Gradient of the batch loss with respect to the parameters, from one micro-batch; float32.
 
     Args:
       params: masters, or parameters with rounded experts under a plan that rounds no weight.
-      token_total: sampled tokens of the whole batch over all micro-batches (float32).
+      total: what the loss sum of all micro-batches is divided by (`batch_total`, float32).
       spec: static.
 
     Returns:
@@ -78,12 +78,12 @@ def objective_and_gradient(
         logp, entropy, output = batch_logprobs(params, multipliers, batch, spec)
         fixed = jax.lax.stop_gradient(logp)
         logp_old = fixed if batch.logp_old is None else batch.logp_old
-        weights = rollout_weights(logp_old, batch.logp_rollout, batch.sampled, kind=spec.correction, cap=spec.cap)
-        loss_sum, stats = ppo_clip_loss_sum(
-            logp, logp_old, batch.advantages, batch.sampled, weights, clip_low=spec.clip_low, clip_high=spec.clip_high
-        )
-        loss = token_mean(loss_sum, token_total)
-        stats |= mismatch_stats(fixed, batch.logp_rollout, batch.sampled, batch.segment_ids, cap=spec.cap)
+        mask, segments = batch.sampled, batch.segment_ids
+        weights = rollout_weights(logp_old, batch.logp_rollout, mask, segments, **spec.correction._asdict())
+        loss_sum, stats = policy_loss_sum(logp, logp_old, batch.advantages, mask, weights, batch.divisors, segments, loss=spec.loss)
+        loss = normalized(loss_sum, total)
+        stats |= mismatch_stats(fixed, batch.logp_rollout, mask, segments, cap=spec.correction.cap)
+        stats |= correction_stats(weights, logp_old, batch.logp_rollout, mask, segments, spec.correction)
         stats |= entropy_stats(jax.lax.stop_gradient(entropy), batch.sampled)
         stats |= _parity(output.parity)
         stats |= _route_agreement(output.own_routes, batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import optax
 
 from trace_jax.config.schema import OptimizerConfig
@@ -19,8 +21,14 @@ def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Global-norm clipping, then Adam or AdamW on float32 masters.
 
-    Weight decay acts on matrices only: norms and biases are vectors per layer and stay undecayed.
+    Weight decay acts on matrices only: norms and biases are vectors per layer and stay undecayed. Equal configs get the same object,
+    which is part of the key of compiled programs: the runs of one process share these.
     """
+    return _make(config)  # pyright: ignore[reportArgumentType]  # a frozen model has a hash
+
+
+@functools.cache
+def _make(config: OptimizerConfig) -> optax.GradientTransformation:
     schedule = learning_rate_schedule(config)
     inner = (
         optax.adam(schedule, config.b1, config.b2, config.eps)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trace_jax.config import Config, from_mapping
 from trace_jax.config.keys import leaves
@@ -32,6 +32,31 @@ Every other key decides what the saved weights, moments, multipliers and counter
 """
 
 
+class Change(NamedTuple):
+    """A key with two values, as texts; `not set` where a config does not have it."""
+
+    key: str
+    old: str
+    new: str
+
+
+def changes(stored: Mapping[str, Any], config: Config, where: object) -> Iterator[Change]:
+    """What differs between a stored config, which may be of a version without some of the keys, and another one.
+
+    Args:
+      where: that `stored` comes from, for messages.
+
+    Raises:
+      UserError: the stored config is none of this version.
+    """
+    before = dict(leaves(from_mapping(stored, source=f"the config stored in {where}").model_dump(mode="json")))
+    after = dict(leaves(config.model_dump(mode="json")))
+    for key in before | after:
+        old, new = (_shown(values, key) for values in (before, after))
+        if old != new:
+            yield Change(key, old, new)
+
+
 def changed_keys(stored: Mapping[str, Any], config: Config, where: object) -> list[str]:
     """Compares a config with the one stored in a checkpoint.
 
@@ -41,20 +66,15 @@ def changed_keys(stored: Mapping[str, Any], config: Config, where: object) -> li
     Raises:
       UserError: a key differs that may not.
     """
-    before = dict(leaves(from_mapping(stored, source=f"the config stored in {where}").model_dump(mode="json")))
-    after = dict(leaves(config.model_dump(mode="json")))
-    changes = []
-    for key in before | after:
-        old, new = (_shown(values, key) for values in (before, after))
-        if old == new:
-            continue
+    allowed = []
+    for key, old, new in changes(stored, config, where):
         if not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE):
             raise UserError(
                 f"{key} is {new}, but the checkpoint in {where} was made with {old} and cannot go on with another one; "
                 f"restore {key}, or start a new run with another --out"
             )
-        changes.append(f"{key} {old} -> {new}")
-    return changes
+        allowed.append(f"{key} {old} -> {new}")
+    return allowed
 
 
 def remove_later(directory: Path, step: int) -> None:

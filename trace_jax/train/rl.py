@@ -1,8 +1,9 @@
 """One RL step as data, and the loop around it.
 
 1. Take the next prompts of the training stream and request `group_size` answers each.
-2. The engine generates with its own rounding and records it.
-3. Verify the answers; normalise rewards inside each group.
+2. The engine generates with its own rounding and records it. Verify the answers. With dynamic sampling, again from 1 until enough
+   groups have a signal.
+3. Normalise rewards inside each group.
 4. Update the policy: `updates_per_batch` optimizer steps on disjoint sets of groups.
 5. Send the weights to the engine every `sync.every` updates.
 
@@ -19,16 +20,17 @@ import numpy as np
 import optax
 from jaxtyping import Float32, Int64
 
-from trace_jax.evaluation.answers import scored_answers
 from trace_jax.evaluation.audit import audit_metrics
 from trace_jax.evaluation.pass_rate import measure_pass_rate
 from trace_jax.metrics.weighted import combine, finalize
 from trace_jax.rl.advantages import frac_reward_zero_std, group_advantages
+from trace_jax.rl.overlong import overlong_penalty
 from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.prompts import Scored
 from trace_jax.rollout.trajectories import FinishReason, Trajectories
 from trace_jax.train.checkpoint import Progress
 from trace_jax.train.clock import Clock
+from trace_jax.train.dynamic_sampling import step_answers
 from trace_jax.train.optimizer import learning_rate_schedule, make_optimizer
 from trace_jax.train.setup import Setup, sync_weights
 from trace_jax.train.skipped import count_skipped
@@ -65,12 +67,7 @@ class Learner:
 def make_learner(setup: Setup, state: TrainState, progress: Progress, engine: Engine, served: PolicyVersion | None = None) -> Learner:
     """A learner whose engine serves the weights of `served`; None for those of `state`."""
     config = setup.config
-    settings = UpdateSettings(
-        spec=setup.objective,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        max_length=setup.max_sequence_tokens(),
-        replay=config.algorithm.routing_replay,
-    )
+    settings = setup.updates(setup.max_sequence_tokens())
     served = served or PolicyVersion(state.params, progress.version)
     sync_weights(engine, setup, served.params, state.multipliers, served.version)
     return Learner(setup, settings, make_optimizer(config.optimizer), engine, state, progress, served)
@@ -83,35 +80,39 @@ def rl_step(learner: Learner, clock: Clock) -> tuple[dict[str, float], Trajector
       UserError: three gradients in a row were not finite, or the reward fails on every answer.
     """
     setup, config, progress = learner.setup, learner.setup.config, learner.progress
-    step, rollout = progress.step + 1, config.rollout
+    step, rollout, overlong = progress.step + 1, config.rollout, config.algorithm.overlong_buffer
     audited = config.guidance.audit.sequences if _due(step, config.guidance.audit.every) else 0
-    rows = setup.task.prompts("train", progress.data_position, rollout.prompts_per_step)
-    scored = scored_answers(
-        learner.engine,
-        rows,
-        setup.task,
-        setup.tokenizer,
-        setup.sampling,
-        group_size=rollout.group_size,
-        first_sample=progress.samples,
-        seed=config.seed,
-        audited=min(audited, len(rows) * rollout.group_size),
-        generated=lambda: clock.lap("rollout"),
-    )
-    trajectories = scored.trajectories
-    advantages = group_advantages(scored.reward, trajectories.group, normalize_std=config.algorithm.normalize_std)
+    audited = min(audited, rollout.prompts_per_step * rollout.group_size)
+    answers = step_answers(setup, learner.engine, progress, clock, audited=audited)
+    scored, trajectories = answers.scored, answers.scored.trajectories
+    rewards = scored.reward
+    if overlong.enable:
+        penalty = overlong_penalty(
+            trajectories.sampled_lengths(),
+            max_length=rollout.max_new_tokens,
+            buffer=overlong.len or max(1, rollout.max_new_tokens // 5),
+            factor=overlong.penalty_factor,
+        )
+        rewards = rewards + penalty
+    advantages = group_advantages(rewards, trajectories.group, normalize_std=config.algorithm.normalize_std)
     clock.lap("reward")
 
     metrics = audit_metrics(learner.settings, learner.state, trajectories) if audited else {}
     clock.lap("audit")
-    metrics |= _update(learner, trajectories, advantages, clock, _due(step, config.train.unguided_every))
+    metrics |= _update(learner, trajectories, advantages, answers.trained, clock, _due(step, config.train.unguided_every))
     learner.progress = replace(
-        learner.progress, step=step, data_position=progress.data_position + len(rows), samples=progress.samples + trajectories.num_sequences
+        learner.progress,
+        step=step,
+        data_position=progress.data_position + answers.batches * rollout.prompts_per_step,
+        samples=progress.samples + trajectories.num_sequences,
     )
     metrics |= _rollout_metrics(scored, trajectories)
-    sampled = int(trajectories.sampled.sum())
-    metrics["throughput/rollout_tokens_per_s"] = sampled / clock.laps["rollout"]
-    metrics["throughput/train_tokens_per_s"] = trajectories.num_tokens / max(clock.laps["train"], 1e-9)
+    if overlong.enable:
+        metrics["reward/overlong_mean"] = float(penalty.mean())
+    if config.algorithm.filter_groups.enable:
+        metrics |= {"train/num_gen_batches": float(answers.batches), "train/filtered_groups": float(answers.filtered_groups())}
+    metrics["throughput/rollout_tokens_per_s"] = int(trajectories.sampled.sum()) / clock.laps["rollout"]
+    metrics["throughput/train_tokens_per_s"] = int(trajectories.lengths()[answers.trained].sum()) / max(clock.laps["train"], 1e-9)
     metrics["learning_rate"] = float(np.asarray(learning_rate_schedule(config.optimizer)(learner.progress.version - 1)))
     return metrics, trajectories
 
@@ -146,13 +147,18 @@ def evaluate(learner: Learner) -> dict[str, Any]:
 
 
 def _update(
-    learner: Learner, trajectories: Trajectories, advantages: Float32[np.ndarray, " B"], clock: Clock, unguided: bool
+    learner: Learner,
+    trajectories: Trajectories,
+    advantages: Float32[np.ndarray, " B"],
+    trained: Int64[np.ndarray, " S"],
+    clock: Clock,
+    unguided: bool,
 ) -> dict[str, float]:
     config = learner.setup.config
-    sets = _update_sets(trajectories, config.train.updates_per_batch)
+    sets = _update_sets(trajectories.group, trained, config.train.updates_per_batch)
     logp_old = None
     if len(sets) > 1:
-        logp_old = measure(learner.state.params, learner.state.multipliers, trajectories, learner.settings).logp
+        logp_old = measure(learner.state.params, learner.state.multipliers, trajectories, learner.settings, sequences=trained).logp
         clock.lap("train")
     parts, norms, staleness = [], [], []
     for sequences in sets:
@@ -190,10 +196,10 @@ def _update(
     return metrics
 
 
-def _update_sets(trajectories: Trajectories, updates: int) -> list[Int64[np.ndarray, " S"]]:
-    """Disjoint sets of whole groups, one per optimizer step."""
-    groups = np.unique(trajectories.group)
-    return [np.flatnonzero(np.isin(trajectories.group, part)) for part in np.array_split(groups, min(updates, groups.size))]
+def _update_sets(group: Int64[np.ndarray, " B"], trained: Int64[np.ndarray, " S"], updates: int) -> list[Int64[np.ndarray, " _"]]:
+    """The trained sequences as disjoint sets of whole groups, one per optimizer step."""
+    groups = np.unique(group[trained])
+    return [np.flatnonzero(np.isin(group, part)) for part in np.array_split(groups, min(updates, groups.size))]
 
 
 def _rollout_metrics(scored: Scored, trajectories: Trajectories) -> dict[str, float]:

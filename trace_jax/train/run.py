@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trace_jax.config import Config
 from trace_jax.errors import UserError
 from trace_jax.rollout.storage import json_rows, write_jsonl
+from trace_jax.tasks import Task
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.clock import Clock
 from trace_jax.train.optimizer import make_optimizer
@@ -21,7 +23,22 @@ from trace_jax.train.setup import build_setup, calibrated, initial_policy, requi
 from trace_jax.train.state import initial_state
 
 
-def run_training(config: Config, directory: Path, *, resume: bool = False, report: Report | None = None) -> Ended:
+@dataclass(frozen=True)
+class Shared:
+    """What a run need not make itself, because another run from the same checkpoint has made it.
+
+    Args:
+      task: of the config's `task` and `seed`; None loads it.
+      first_evaluation: the evaluation before training, under `eval/<split>/...`; None makes it.
+    """
+
+    task: Task | None = None
+    first_evaluation: Mapping[str, Any] | None = None
+
+
+def run_training(
+    config: Config, directory: Path, *, resume: bool = False, report: Report | None = None, shared: Shared | None = None
+) -> Ended:
     """Trains until `config.steps`, or until a signal asks to stop.
 
     Args:
@@ -29,31 +46,33 @@ def run_training(config: Config, directory: Path, *, resume: bool = False, repor
       directory: a new or empty directory, or one to resume.
       resume: continue from the last complete checkpoint.
       report: called after every step.
+      shared: what other runs have made already.
 
     Returns:
       The metrics of the last step that ran (empty when there was nothing left to do), and whether a signal stopped the run.
     """
     metrics: dict[str, Any] = {}
+    shared = shared or Shared()
     with open_run(config, directory, resume=resume, report=report) as run:
         last = run.checkpoints.latest() if resume else None
-        learner = _started(config, directory) if last is None else _resumed(config, run.checkpoints, last)
+        learner = _started(config, directory, shared.task) if last is None else _resumed(config, run.checkpoints, last, shared.task)
         with closing(learner.engine), closing(learner.setup.task):
             learner.setup.require_rows()
             if not run.stop.asked:
                 run.begin(learner.progress.step if resume else None)
                 (directory / "rollouts").mkdir(exist_ok=True)
-                metrics = _loop(learner, run)
+                metrics = _loop(learner, run, shared.first_evaluation)
     return Ended(metrics, run.stop.asked)
 
 
-def _loop(learner: Learner, run: OpenRun) -> dict[str, Any]:
+def _loop(learner: Learner, run: OpenRun, first: Mapping[str, Any] | None) -> dict[str, Any]:
     config, clock = run.config, Clock()
     metrics: dict[str, Any] = {}
     if learner.progress.step == 0:
         if config.eval.every:
-            first = evaluate(learner)
+            first = evaluate(learner) if first is None else first
             clock.lap("evaluate")
-            run.record(0, first | {"time/evaluate": clock.laps["evaluate"]})
+            run.record(0, {**first} | {"time/evaluate": clock.laps["evaluate"]})
             clock = Clock()
         _save(run.checkpoints, learner)
         clock.lap("checkpoint")
@@ -75,8 +94,8 @@ def _loop(learner: Learner, run: OpenRun) -> dict[str, Any]:
     return metrics
 
 
-def _started(config: Config, directory: Path) -> Learner:
-    setup, params, multipliers = initial_policy(config)
+def _started(config: Config, directory: Path, task: Task | None) -> Learner:
+    setup, params, multipliers = initial_policy(config, task)
     setup = replace(setup, directory=directory)
     if not multipliers:
         multipliers = calibrated(setup, params)
@@ -84,7 +103,7 @@ def _started(config: Config, directory: Path) -> Learner:
     return make_learner(setup, state, Progress(seed=config.seed), setup.engine())
 
 
-def _resumed(config: Config, checkpoints: Checkpoints, step: int) -> Learner:
+def _resumed(config: Config, checkpoints: Checkpoints, step: int, task: Task | None = None) -> Learner:
     folder = checkpoints.directory / str(step)
     changes = changed_keys(read_meta(folder)["config"], config, folder)
     policy, state, progress = checkpoints.restore(step, make_optimizer(config.optimizer))
@@ -94,7 +113,7 @@ def _resumed(config: Config, checkpoints: Checkpoints, step: int) -> Learner:
             f"and set model.source={checkpoints.directory.parent}"
         )
     require_finite(state.params, folder)
-    setup = replace(build_setup(config, (policy.family, policy.config)), directory=checkpoints.directory.parent)
+    setup = replace(build_setup(config, (policy.family, policy.config), task), directory=checkpoints.directory.parent)
     learner = make_learner(setup, state, progress, setup.engine(), checkpoints.restore_served(step))
     say(f"resumed after step {step}" + (f" with {', '.join(changes)}" if changes else ""))
     return learner

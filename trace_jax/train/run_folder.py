@@ -19,7 +19,6 @@ from trace_jax.errors import UserError
 from trace_jax.files import cannot_write, write_atomic
 from trace_jax.metrics.writers import MetricsLog, open_writers
 from trace_jax.train.checkpoint import Checkpoints
-from trace_jax.train.read_checkpoint import complete_steps
 from trace_jax.train.resume import remove_later
 from trace_jax.train.stop import StopRequest, stop_on_signal
 
@@ -28,18 +27,22 @@ Report = Callable[[int, dict[str, Any]], None]
 
 LOCK = ".lock"
 
+MARKER = "config.yaml"
+"""The file by which a folder is known for a run that can be continued."""
 
-def run_directory(out: Path | None, name: str, *, resume: bool | None) -> Path:
+
+def run_directory(out: Path | None, name: str, *, resume: bool | None, marker: str = MARKER) -> Path:
     """The folder of a run: `out`, or `runs/<name>`; it is made when the run starts.
 
     Args:
       resume: whether a run there is to be continued; None for a command that cannot continue one.
+      marker: the file by which a folder is known for something that can be continued.
 
     Raises:
       UserError: as `claimed`.
     """
     directory = out if out is not None else Path("runs") / name
-    _check(directory, resume)
+    _check(directory, resume, marker)
     return directory
 
 
@@ -118,14 +121,14 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def claimed(directory: Path, *, resume: bool | None) -> Iterator[None]:
+def claimed(directory: Path, *, resume: bool | None, marker: str = MARKER) -> Iterator[None]:
     """Holds the folder of a run for one program, made if need be; the lock ends with the program, however it ends.
 
     A second program would repeat steps of the first one and clear its unfinished checkpoint away. A new run that is refused,
     or stopped, before its first checkpoint is complete leaves nothing.
 
     Args:
-      resume: as in `run_directory`.
+      resume, marker: as in `run_directory`.
 
     Raises:
       UserError: another program holds the folder, it cannot be written, it holds something else than a run to be continued,
@@ -144,11 +147,11 @@ def claimed(directory: Path, *, resume: bool | None) -> Iterator[None]:
             raise UserError(f"{directory} is in use by another program; wait for its end, or choose another --out") from error
         mine = False
         try:
-            _check(directory, resume)
+            _check(directory, resume, marker)
             mine = not resume
             yield
         except UserError:
-            if mine and not complete_steps(directory / "checkpoints"):
+            if mine and not _has_checkpoint(directory):
                 _remove(_content(directory))  # it was empty, so all of it comes from this run
             raise
         finally:
@@ -159,14 +162,19 @@ def claimed(directory: Path, *, resume: bool | None) -> Iterator[None]:
                         path.rmdir()
 
 
-def _check(directory: Path, resume: bool | None) -> None:
+def _check(directory: Path, resume: bool | None, marker: str) -> None:
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file; choose a folder for --out")
-    if resume and not (directory / "config.yaml").exists():
-        raise UserError(f"{directory}: nothing to resume (no config.yaml); leave --resume out to start a run there")
+    if resume and not (directory / marker).exists():
+        raise UserError(f"{directory}: nothing to resume (no {marker}); leave --resume out to start a run there")
     if not resume and directory.exists() and _content(directory):
         advice = "choose another --out" if resume is None else "add --resume to continue it, or choose another --out"
         raise UserError(f"{directory} is not empty; {advice}")
+
+
+def _has_checkpoint(directory: Path) -> bool:
+    """Whether a complete checkpoint lies in a folder, at any depth: that of a comparison has one per run."""
+    return any(path.name.isdigit() for path in directory.rglob("checkpoints/*"))
 
 
 def _content(directory: Path) -> list[Path]:

@@ -19,6 +19,8 @@ from trace_jax.models.registry import ModelConfig, Params, config_from_dict, ini
 from trace_jax.quantization.calibration import calibrate
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.plan import QuantPlan, rollout_plan, trainer_plan
+from trace_jax.rl.corrections import Correction
+from trace_jax.rl.losses import PolicyLoss
 from trace_jax.rollout.embedded.decode import CaptureSpec
 from trace_jax.rollout.embedded.engine import EmbeddedEngine
 from trace_jax.rollout.engine import Engine
@@ -30,6 +32,7 @@ from trace_jax.tokenizers import BUILT_IN, Tokenizer, load_tokenizer
 from trace_jax.train.checkpoint import load_policy
 from trace_jax.train.objective import ObjectiveSpec
 from trace_jax.train.sft import worked_example
+from trace_jax.train.update import UpdateSettings
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -56,6 +59,18 @@ class Setup:
         guidance = self.config.guidance
         layers = resolve_layers(guidance.layers, self.policy.config.num_layers)
         return CaptureSpec(guidance.record, tuple(guidance.sites), layers)
+
+    def updates(self, max_length: int) -> UpdateSettings:
+        """How sequences of at most `max_length` tokens are trained on."""
+        algorithm = self.config.algorithm
+        return UpdateSettings(
+            spec=self.objective,
+            micro_batch_tokens=self.config.train.micro_batch_tokens,
+            max_length=max_length,
+            replay=algorithm.routing_replay,
+            aggregation=algorithm.aggregation,
+            loss_scale_factor=algorithm.loss_scale_factor or self.config.rollout.max_new_tokens,
+        )
 
     def engine(self) -> Engine:
         """A new engine without weights: the embedded one, or what the factory of an installed package makes of this setup."""
@@ -131,14 +146,12 @@ def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = N
     plan = rollout_plan(
         rollout.weights, rollout.activations, rollout.kv_cache.k, rollout.kv_cache.v, rollout.activation_scale == "per_token"
     )
-    algorithm = config.algorithm
+    algorithm, correction = config.algorithm, config.algorithm.correction
     objective = ObjectiveSpec(
         policy=policy,
         plan=trainer_plan(plan, quant.weights, quant.activations, quant.down_input, quant.kv_cache),
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        correction=algorithm.correction.kind,
-        cap=algorithm.correction.cap,
+        loss=PolicyLoss(algorithm.loss, algorithm.ratio_level, algorithm.clip_low, algorithm.clip_high, algorithm.clip_c),
+        correction=Correction(correction.kind, correction.level, correction.cap, correction.lower_bound),
     )
     sampling = SamplingSettings(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_prompt_tokens)
     return Setup(config, policy, tokenizer, task or load_config_task(config), plan, objective, sampling)
@@ -169,8 +182,12 @@ def load_config_task(config: Config) -> Task:
     )
 
 
-def initial_policy(config: Config) -> tuple[Setup, Params, Multipliers]:
+def initial_policy(config: Config, task: Task | None = None) -> tuple[Setup, Params, Multipliers]:
     """The policy a run starts from: `model.source`, or random parameters from the run's seed.
+
+    Args:
+      config: validated config.
+      task: as in `build_setup`.
 
     Raises:
       UserError: the source is neither a run, a checkpoint nor a Hugging Face directory, its weights are not finite, or they were
@@ -178,7 +195,7 @@ def initial_policy(config: Config) -> tuple[Setup, Params, Multipliers]:
     """
     source = config.model.source
     if source is None:
-        setup = build_setup(config)
+        setup = build_setup(config, task=task)
         params = init_params(setup.policy.family, setup.policy.config, jax.random.key(config.seed))
         return setup, params, {}
     path = Path(source)
@@ -188,11 +205,11 @@ def initial_policy(config: Config) -> tuple[Setup, Params, Multipliers]:
         family, model_config, loaded_params = load_hf_directory(path)
         params = jax.tree.map(jnp.asarray, loaded_params)
         require_finite(params, source)
-        return build_setup(config, (family, model_config)), params, {}
+        return build_setup(config, (family, model_config), task), params, {}
     loaded = load_policy(path)
     _require_tokenizer(config, source, loaded.tokenizer)
     require_finite(loaded.params, source)
-    return build_setup(config, (loaded.policy.family, loaded.policy.config)), loaded.params, loaded.multipliers
+    return build_setup(config, (loaded.policy.family, loaded.policy.config), task), loaded.params, loaded.multipliers
 
 
 def _require_tokenizer(config: Config, source: str, trained: str) -> None:
@@ -214,9 +231,13 @@ def _require_tokenizer(config: Config, source: str, trained: str) -> None:
 
 def calibrated(setup: Setup, params: Params) -> Multipliers:
     """Static multipliers from the task's own training rows and their worked answers."""
+    return calibrate(setup.policy, params, calibration_sequences(setup), setup.config.calibration.headroom)
+
+
+def calibration_sequences(setup: Setup) -> list[list[int]]:
+    """Token ids of the first training rows with their worked answers."""
     rows = setup.task.prompts("train", 0, setup.config.calibration.prompts)
-    sequences = [worked_example(row, setup.tokenizer)[0] for row in rows]
-    return calibrate(setup.policy, params, sequences, setup.config.calibration.headroom)
+    return [worked_example(row, setup.tokenizer)[0] for row in rows]
 
 
 def sync_weights(engine: Engine, setup: Setup, params: Params, multipliers: Multipliers, version: int) -> Ack:

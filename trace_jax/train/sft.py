@@ -47,6 +47,7 @@ def sft_batch(rows: Sequence[Row], tokenizer: Tokenizer, length: int) -> TrainBa
         logp_rollout=zeros,
         logp_old=None,
         advantages=zeros,
+        divisors=None,
         temperature=jnp.ones(shape, jnp.float32),
         routes=None,
         guides=None,

@@ -15,6 +15,7 @@ from trace_jax.metrics.weighted import MaxMetric, Stats, WeightedMetric, combine
 from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.weights import with_rounded_experts
+from trace_jax.rl.aggregation import Aggregation, batch_total, sequence_divisors
 from trace_jax.rollout.micro_batches import MicroBatch, length_buckets, plan_micro_batches
 from trace_jax.rollout.trajectories import Trajectories, token_rows
 from trace_jax.train.batches import make_batch
@@ -34,12 +35,15 @@ class UpdateSettings:
       micro_batch_tokens: padded tokens of a micro-batch.
       max_length: longest sequence the run can produce; fixes the padded lengths.
       replay: whether routes are replayed.
+      aggregation, loss_scale_factor: how the loss of the tokens becomes one number (`trace_jax.rl.aggregation`).
     """
 
     spec: ObjectiveSpec
     micro_batch_tokens: int
     max_length: int
     replay: bool = True
+    aggregation: Aggregation = "token_mean"
+    loss_scale_factor: int = 1
 
     def plan(self, lengths: Int64[np.ndarray, " S"]) -> list[MicroBatch]:
         """Micro-batches of sequences with these lengths."""
@@ -83,7 +87,7 @@ def measure(
     Args:
       trajectories: sequences with or without a guidance record.
       advantages: one per sequence; None for zeros (the gradient is then zero too).
-      sequences: which sequences; None takes all. The loss is normalised over their sampled tokens.
+      sequences: which sequences; None takes all. The loss is normalised over them.
       logp_old: per token, the trainer's log-probabilities before the first update of the batch; None when this forward
         itself provides them.
       measure_unguided: also report mismatch figures without the record, under the prefix `unguided/`.
@@ -97,7 +101,9 @@ def measure(
         raise ValueError("no sequences to measure")
     if settings.replay:
         _require_routes(trajectories, chosen)
-    total = jnp.float32(max(1, int(trajectories.sampled_lengths()[chosen].sum())))
+    sampled = trajectories.sampled_lengths()
+    total = jnp.float32(max(1, batch_total(sampled[chosen], settings.aggregation, settings.loss_scale_factor)))
+    divisors = sequence_divisors(sampled, settings.aggregation)
     params, spec = _rounded_once(params, settings.spec)
     gradient, parts = None, []
     logp = np.zeros(trajectories.num_tokens, np.float32)
@@ -109,6 +115,7 @@ def measure(
             micro.rows,
             num_layers=spec.policy.config.num_layers,
             advantages=advantages,
+            divisors=divisors,
             logp_old=logp_old,
             replay=settings.replay,
         )

@@ -51,6 +51,14 @@ class Generator(Protocol):
         """
         ...
 
+    def compensate(self, prompts: Sequence[Sequence[int]], channels: dict[str, list[int]] | None) -> dict[str, list[int]]:
+        """Compensates these channels of the quantized products from now on, and returns them; None chooses them by the prompts.
+
+        Raises:
+          ValueError: they are those of another model.
+        """
+        ...
+
     def capabilities(self) -> dict[str, Any]:
         """The formats that really execute."""
         ...

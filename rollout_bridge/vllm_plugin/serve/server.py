@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,8 +57,6 @@ class Server:
         if kind == "submit":
             for request in message["requests"]:
                 self._submit(request)
-        elif kind == "abort":
-            self._abort(message["ids"])
         elif kind == "close":
             self.closed = True
             self._generator.close()
@@ -66,8 +64,10 @@ class Server:
             self._pause(message["mode"], call)
         else:
             calls = {
+                "abort": lambda asked: self._abort(asked["ids"]),
                 "resume": self._resume,
                 "update_weights": self._update_weights,
+                "compensate": lambda asked: {"channels": self._generator.compensate(asked["prompts"], asked["channels"])},
                 "capabilities": lambda _: {"capabilities": self._generator.capabilities()},
                 "health": lambda _: self._health(),
             }
@@ -100,15 +100,12 @@ class Server:
         else:
             self._running[request["id"]] = _Answer()
 
-    def _abort(self, ids: Iterable[int]) -> None:
-        running = [number for number in ids if number in self._running]
-        found = running + [number for number in ids if number in self._waiting]
-        self._generator.abort(running)
-        for number in found:
+    def _abort(self, ids: Sequence[int]) -> Message:
+        self._generator.abort([number for number in ids if number in self._running])
+        for number in ids:
             self._running.pop(number, None)
             self._waiting.pop(number, None)
-        if found:
-            self._say({"type": "aborted", "ids": found, "version": self._version})
+        return {}
 
     def _pause(self, mode: str, call: int | None) -> None:
         self._paused = mode

@@ -7,12 +7,15 @@ number. Two names stand for all experts of a layer: `mlp.experts.input_scale` (g
 import dataclasses
 from typing import Literal, NamedTuple, TypeAlias
 
-BLOCK = 16
-"""Values of a block scale in NVFP4."""
+BLOCKS = {"nvfp4": 16, "mxfp4": 32}
+"""Values of a block scale."""
 
-Kind: TypeAlias = Literal["float", "codes", "block_scales", "multiplier", "kv_scale"]
-"""float: finite values; codes: two FP4 codes a byte; block_scales: E4M3 bytes from 0x00 to 0x7E; multiplier: finite and positive;
-kv_scale: a multiplier that bfloat16 holds, in which vLLM keeps it."""
+Experts: TypeAlias = Literal["plain", "nvfp4", "mxfp4"]
+"""What the experts of a layer are; plain: of the engine's own type."""
+
+Kind: TypeAlias = Literal["float", "codes", "nvfp4_scales", "mxfp4_scales", "multiplier", "kv_scale"]
+"""float: finite values; codes: two FP4 codes a byte; nvfp4_scales: E4M3 bytes, positive or zero; mxfp4_scales: E8M0 bytes; multiplier:
+finite and positive; kv_scale: a multiplier that bfloat16 holds, in which vLLM keeps it."""
 
 
 class TensorSpec(NamedTuple):
@@ -30,8 +33,8 @@ class ModelLayout:
 
     Args:
       dtype: of weights that are not quantized: "bfloat16" or "float32".
-      quantized: per layer, whether its experts are NVFP4.
-      input_scales: whether quantized experts round their inputs by static scales (W4A4).
+      experts: of each layer.
+      input_scales: whether NVFP4 experts round their inputs, which takes static scales (W4A4).
       kv_scales: whether vLLM has a place for scales of K and V; others are then refused.
       required_kv: those of "k" and "v" whose scale an update must have.
       tied: whether the output head is the embedding.
@@ -46,7 +49,7 @@ class ModelLayout:
     head_dim: int
     num_experts: int
     expert_hidden_size: int
-    quantized: tuple[bool, ...]
+    experts: tuple[Experts, ...]
     input_scales: bool = True
     kv_scales: bool = True
     required_kv: tuple[str, ...] = ()
@@ -61,8 +64,8 @@ def expected_tensors(layout: ModelLayout) -> dict[str, TensorSpec]:
     if not layout.tied:
         specs["lm_head.weight"] = table
     tensors = {name: TensorSpec(layout.dtype, shape, "float") for name, shape in specs.items()}
-    for layer, quantized in enumerate(layout.quantized):
-        parts = _attention_and_norms(layout) | (_nvfp4_experts(layout) if quantized else _plain_experts(layout))
+    for layer, experts in enumerate(layout.experts):
+        parts = _attention_and_norms(layout) | (_plain_experts(layout) if experts == "plain" else _fp4_experts(layout, experts))
         tensors |= {f"model.layers.{layer}.{name}": spec for name, spec in parts.items()}
     return tensors
 
@@ -96,13 +99,14 @@ def _plain_experts(layout: ModelLayout) -> dict[str, TensorSpec]:
     return {f"mlp.experts.{name}.weight": TensorSpec(layout.dtype, shape, "float") for name, shape in _projections(layout).items()}
 
 
-def _nvfp4_experts(layout: ModelLayout) -> dict[str, TensorSpec]:
+def _fp4_experts(layout: ModelLayout, fmt: Literal["nvfp4", "mxfp4"]) -> dict[str, TensorSpec]:
     specs = {}
     for name, (experts, rows, columns) in _projections(layout).items():
         prefix = f"mlp.experts.{name}"
         specs[f"{prefix}.weight"] = TensorSpec("uint8", (experts, rows, columns // 2), "codes")
-        specs[f"{prefix}.weight_scale"] = TensorSpec("uint8", (experts, rows, columns // BLOCK), "block_scales")
-        specs[f"{prefix}.weight_scale_2"] = TensorSpec("float32", (experts,), "multiplier")
-    if layout.input_scales:
+        specs[f"{prefix}.weight_scale"] = TensorSpec("uint8", (experts, rows, columns // BLOCKS[fmt]), f"{fmt}_scales")
+        if fmt == "nvfp4":
+            specs[f"{prefix}.weight_scale_2"] = TensorSpec("float32", (experts,), "multiplier")
+    if layout.input_scales and fmt == "nvfp4":
         specs |= {f"mlp.experts.{name}": TensorSpec("float32", (), "multiplier") for name in ("input_scale", "down_proj.input_scale")}
     return specs

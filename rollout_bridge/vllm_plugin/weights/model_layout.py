@@ -5,9 +5,13 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
-from rollout_bridge.vllm_plugin.weights.expected import ModelLayout
+from rollout_bridge.vllm_plugin.settings import settings_of
+from rollout_bridge.vllm_plugin.weights.expected import Experts, ModelLayout
 
 MODEL_TYPE = "qwen3_moe"
+
+PACKED = "_packed"
+"""What compressed-tensors adds to the name of weights that hold several values in a byte."""
 
 
 def model_layout(vllm_config: Any, model: torch.nn.Module) -> ModelLayout:
@@ -21,8 +25,8 @@ def model_layout(vllm_config: Any, model: torch.nn.Module) -> ModelLayout:
         raise NotImplementedError(f"weight updates of a {config.model_type} model; {MODEL_TYPE} is what can be updated")
     if vllm_config.parallel_config.world_size > 1:
         raise NotImplementedError("weight updates of a model divided between workers; run vLLM with one worker")
-    experts = [module for module in model.modules() if hasattr(module, "w13_weight")]
-    kv_cache = (vllm_config.additional_config or {}).get("trace_jax", {}).get("kv_cache", {})
+    blocks = [module for module in model.modules() if is_expert_block(module)]
+    settings = settings_of(vllm_config)
     return ModelLayout(
         dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
         vocab_size=config.vocab_size,
@@ -32,10 +36,22 @@ def model_layout(vllm_config: Any, model: torch.nn.Module) -> ModelLayout:
         head_dim=config.head_dim,
         num_experts=config.num_experts,
         expert_hidden_size=config.moe_intermediate_size,
-        quantized=tuple(module.w13_weight.dtype == torch.uint8 for module in experts),
-        input_scales=not any(getattr(module.quant_method, "use_a16", False) for module in experts),
+        experts=tuple(_experts(module) for module in blocks),
+        input_scales=not any(getattr(module.quant_method, "use_a16", False) for module in blocks),
         kv_scales=any(isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod) for module in model.modules()),
-        required_kv=tuple(site for site in ("k", "v") if kv_cache.get(site) == "nvfp4"),
+        required_kv=tuple(side for side in "kv" if getattr(settings, side) == "nvfp4"),
         tied=bool(config.tie_word_embeddings),
         qkv_bias=bool(getattr(config, "attention_bias", False)),
     )
+
+
+def is_expert_block(module: torch.nn.Module) -> bool:
+    """Whether a module holds the stacked experts of a layer."""
+    return hasattr(module, "w13_weight") or hasattr(module, "w13_weight" + PACKED)
+
+
+def _experts(block: torch.nn.Module) -> Experts:
+    """What the experts of a layer are, by the parameters that vLLM made for them."""
+    if hasattr(block, "w13_weight" + PACKED):
+        return "mxfp4"
+    return "nvfp4" if block.w13_weight.dtype == torch.uint8 else "plain"

@@ -8,13 +8,11 @@ from torch import Tensor
 
 from rollout_bridge.vllm_plugin.weights.digest import Digest
 from rollout_bridge.vllm_plugin.weights.expected import TensorSpec
+from rollout_bridge.vllm_plugin.weights.seconds import seconds
 from rollout_bridge.wire.weight_records import Piece
 
-E4M3_LARGEST = 0x7E
-"""Byte of the largest E4M3 value; above it are NaN and the negative values, which are no scales."""
-
-_AT_ONCE = 1 << 24
-"""Values looked at together, which bounds what a check holds."""
+LARGEST_SCALE = {"nvfp4_scales": 0x7E, "mxfp4_scales": 0xFE}
+"""Byte of the largest block scale; above it are NaN and, in E4M3, the negative values, which are no scales."""
 
 
 class StagedUpdate:
@@ -22,6 +20,9 @@ class StagedUpdate:
 
     Args:
       expected: name -> what a tensor must be.
+
+    Attributes:
+      check_s: what checksum and values took so far, see `seconds`.
     """
 
     def __init__(self, expected: Mapping[str, TensorSpec]):
@@ -31,6 +32,7 @@ class StagedUpdate:
         self._digest = Digest()
         self.tensors: dict[str, Tensor] = {}
         self.problem: str | None = None
+        self.check_s = np.zeros(2)
 
     def refuse(self, problem: str) -> None:
         """Something is wrong; the first reason stays, and what has been collected is let go."""
@@ -61,9 +63,11 @@ class StagedUpdate:
             self._complete(name, spec, self._buffers.pop(name))
 
     def _complete(self, name: str, spec: TensorSpec, buffer: np.ndarray) -> None:
+        start = seconds()
         self._digest.add(name, spec.dtype, spec.shape, buffer)
         tensor = torch.from_numpy(buffer).view(getattr(torch, spec.dtype)).reshape(spec.shape)
         problem = bad_values(tensor, spec)
+        self.check_s += seconds() - start
         if problem:
             return self.refuse(f"{name} {problem}")
         self.tensors[name] = tensor
@@ -94,13 +98,14 @@ class StagedUpdate:
 
 def bad_values(tensor: Tensor, spec: TensorSpec) -> str | None:
     """What is wrong with the values of a tensor of the given kind; None if nothing is."""
-    if spec.kind == "block_scales":
-        return "holds a block scale that is negative or NaN" if int(tensor.max()) > E4M3_LARGEST else None
+    if spec.kind in LARGEST_SCALE:
+        return "holds a block scale that is negative or NaN" if int(tensor.max()) > LARGEST_SCALE[spec.kind] else None
     if spec.kind == "codes":
         return None
-    if not all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(_AT_ONCE)):
+    lowest, highest = tensor.aminmax()  # one pass; both are NaN where one value is
+    if not bool(lowest.isfinite() & highest.isfinite()):
         return "holds NaN or infinity"
-    if spec.kind != "float" and not bool((tensor > 0).all()):
+    if spec.kind != "float" and float(lowest) <= 0:
         return "is not positive"
     if spec.kind == "kv_scale" and tensor.to(torch.bfloat16) != tensor:
         return f"is {float(tensor)}, which bfloat16 cannot hold; use a power of two"

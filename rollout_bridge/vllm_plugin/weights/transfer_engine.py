@@ -1,7 +1,6 @@
 """The weight-transfer engine that vLLM runs under the name "trace_jax". Imports vllm: vLLM imports this module by name."""
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,12 @@ from vllm.platforms import current_platform
 
 from rollout_bridge.vllm_plugin.weights.errors import WeightsDamaged
 from rollout_bridge.vllm_plugin.weights.expected import expected_tensors
+from rollout_bridge.vllm_plugin.weights.load_experts import load_experts
 from rollout_bridge.vllm_plugin.weights.model_layout import model_layout
 from rollout_bridge.vllm_plugin.weights.receive import receive_update
+from rollout_bridge.vllm_plugin.weights.seconds import seconds
 from rollout_bridge.vllm_plugin.weights.staging import StagedUpdate
-from rollout_bridge.vllm_plugin.weights.unstack import loader_tensors
+from rollout_bridge.vllm_plugin.weights.targets import plain_tensors
 from rollout_bridge.wire import RingReader
 
 
@@ -40,7 +41,7 @@ class RingWeightTransferEngine(WeightTransferEngine[RingInitInfo, RingUpdateInfo
 
     Attributes:
       in_use: count, checksum and version of the weights in use; None before the first update.
-      timing: of the last update: its GB (1e9 bytes), and seconds to receive and check, and to load.
+      timing: of the last update, see `update_timing`.
     """
 
     init_info_cls = RingInitInfo
@@ -48,7 +49,7 @@ class RingWeightTransferEngine(WeightTransferEngine[RingInitInfo, RingUpdateInfo
     supports_draft_weight_update = False
 
     in_use: dict[str, Any] | None = None
-    timing: dict[str, float] | None = None
+    timing: dict[str, Any] | None = None
     _reader: RingReader | None = None
     _ring_path = ""
     _damaged: str | None = None
@@ -78,21 +79,27 @@ class RingWeightTransferEngine(WeightTransferEngine[RingInitInfo, RingUpdateInfo
         assert self._reader is not None
         layout = model_layout(self.vllm_config, self.model)
         expected = expected_tensors(layout)
-        start = time.perf_counter()
+        start = seconds()
         staged = receive_update(self._reader, update_info.version, update_info.timeout_s, lambda: StagedUpdate(expected))
         size = sum(tensor.nbytes for tensor in staged.tensors.values())
-        received = time.perf_counter()
+        received = seconds()
         self.in_use = None
         try:
             _forget_prepacked_experts(self.model)
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(loader_tensors(staged.tensors, layout))
+            self.model.load_weights(plain_tensors(staged.tensors, layout.tied))
+            load_experts(self.model, staged.tensors)
             finalize_layerwise_reload(self.model, self.model_config)
         except BaseException as error:
             self._damaged = f"loading version {update_info.version} failed halfway ({error}); start the engine again"
             raise WeightsDamaged(self._damaged) from error
         _zero_kv_cache(self.vllm_config)
-        self.timing = {"gb": size / 1e9, "receive_s": received - start, "load_s": time.perf_counter() - received}
+        self.timing = {
+            "gb": size / 1e9,
+            "receive_s": (received - start).tolist(),
+            "check_s": staged.check_s.tolist(),
+            "load_s": (seconds() - received).tolist(),
+        }
         self.in_use = {"count": staged.count, "checksum": staged.checksum, "version": update_info.version}
 
     def finish_weight_update(self) -> None:

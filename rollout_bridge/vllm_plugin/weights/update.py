@@ -36,8 +36,11 @@ def weights_checksum(llm: Any) -> dict[str, Any] | None:
     return llm.collective_rpc(_attribute, args=("in_use",))[0]
 
 
-def update_timing(llm: Any) -> dict[str, float] | None:
-    """Of the last update: `gb` (1e9 bytes of tensors), `receive_s` (wait, copy, check, checksum) and `load_s`; None before the first."""
+def update_timing(llm: Any) -> dict[str, Any] | None:
+    """Of the last update, None before the first: `gb` (1e9 bytes of tensors), and pairs of seconds and processor seconds.
+
+    `receive_s` until all of it lies here and is checked, of which `check_s` for checksum and values, and `load_s`.
+    """
     return llm.collective_rpc(_attribute, args=("timing",))[0]
 
 

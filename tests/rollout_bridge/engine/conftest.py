@@ -13,6 +13,7 @@ import pytest
 from rollout_bridge.engine.engine import EngineLimits, VllmEngine
 from rollout_bridge.engine.in_process import InProcessLink
 from rollout_bridge.engine.process import ProcessLink, WorkerCommand
+from rollout_bridge.engine.records import Records
 from rollout_bridge.engine.worker_folder import write_worker_folder
 from tests.rollout_bridge.engine import scripted
 from trace_jax.config.checks import ENGINE_GROUP
@@ -49,11 +50,17 @@ MakeEngine = Callable[..., VllmEngine]
 
 @pytest.fixture
 def make_engine(connect: Connect) -> Generator[MakeEngine, None, None]:
-    """`make_engine(max_restarts=..., silence_s=..., in_process=..., **arguments)`; closed with the test."""
+    """`make_engine(max_restarts=..., silence_s=..., in_process=..., records=..., calibration=..., **arguments)`; closed with the test."""
     made: list[VllmEngine] = []
 
     def make(
-        max_restarts: int = 3, silence_s: float = 20.0, in_process: bool = False, slot_bytes: int = 8192, **arguments: Any
+        max_restarts: int = 3,
+        silence_s: float = 20.0,
+        in_process: bool = False,
+        slot_bytes: int = 8192,
+        records: Records | None = None,
+        calibration: list[list[int]] | None = None,
+        **arguments: Any,
     ) -> VllmEngine:
         limits = EngineLimits(scripted.CONTEXT, scripted.VOCABULARY, slot_bytes, silence_s, max_restarts)
 
@@ -64,7 +71,7 @@ def make_engine(connect: Connect) -> Generator[MakeEngine, None, None]:
                 )
             return connect(**arguments)
 
-        made.append(VllmEngine(link, limits))
+        made.append(VllmEngine(link, limits, records, calibration))
         return made[-1]
 
     yield make

@@ -16,7 +16,7 @@ import numpy as np
 from rollout_bridge.vllm_plugin.serve import loop
 from rollout_bridge.vllm_plugin.serve.generator import Drawn
 from rollout_bridge.vllm_plugin.weights.digest import Digest
-from rollout_bridge.wire import RingReader, WireError
+from rollout_bridge.wire import RingReader, RingWriter, WireError
 from rollout_bridge.wire.weight_records import read_header
 
 VOCABULARY = 50
@@ -43,6 +43,7 @@ class ScriptedGenerator:
       dies_at, hangs_at, fails_at: step at which it is killed, sleeps or raises, if the file `once` can be removed (no file: never).
       dies_in_update, damages_update: the same for an update.
       fails_to_load: what it says instead of loading.
+      capture: ring that gets routes of every token, and layers and experts of a token; each expert is the number of the request.
     """
 
     def __init__(self, arguments: dict):
@@ -53,6 +54,8 @@ class ScriptedGenerator:
         self.running: dict[int, dict] = {}
         self.steps = 0
         self.ring = ""
+        self.capture = arguments.get("capture")
+        self.rows = RingWriter(Path(self.capture["ring"])) if self.capture else None
 
     def add(self, request):
         if request["tokens"][0] == REFUSED:
@@ -75,6 +78,7 @@ class ScriptedGenerator:
         drawn = []
         for number, request in list(self.running.items()):
             place = request["drawn"]
+            self._send_rows(request)
             new = token(request["seed"], place)
             request["drawn"] = place + 1
             stopped, full = new in request["stop_token_ids"], place + 1 == request["max_new_tokens"]
@@ -110,6 +114,9 @@ class ScriptedGenerator:
             digest.add(name, piece.dtype, piece.shape, np.concatenate(data[name]))
         return {"count": digest.count, "checksum": digest.checksum, "version": version}
 
+    def compensate(self, prompts, channels):
+        return channels or {"chosen": [os.getpid(), len(prompts)]}
+
     def capabilities(self):
         return dict.fromkeys(("weights", "activations", "k", "v", "query"), "bf16") | {"backend": "a script"}
 
@@ -118,6 +125,25 @@ class ScriptedGenerator:
 
     def close(self):
         self.running.clear()
+
+    def _send_rows(self, request):
+        """Rows of the tokens that this step computes: the prompt, later the newest token."""
+        if self.rows is None:
+            return
+        size, drawn = len(request["tokens"]), request["drawn"]
+        position = np.arange(size, dtype=np.uint32) if drawn == 0 else np.asarray([size + drawn - 1], np.uint32)
+        count, layers, experts = position.size, self.capture["layers"], self.capture["experts"]
+        record = {
+            "sample": np.full(count, request["sample"], np.uint64),
+            "attempt": np.full(count, request["attempt"], np.uint16),
+            "position": position,
+            "pass": np.zeros(count, np.uint16),
+            "version": np.zeros(count, np.int32),
+            "routes.ids": np.full((count, layers, experts), request["id"], np.uint8),
+            "routes.layers": np.arange(layers, dtype=np.uint16),
+            "routes.part": np.asarray([0, experts], np.uint32),
+        }
+        self.rows.send(record, 20.0)
 
     def _goes_wrong(self, what: str, now: int) -> bool:
         if self.arguments.get(what) != now:

@@ -259,6 +259,18 @@ def test_the_worker_dies_while_nobody_waits(make_engine):
     check(generate(engine, requests(3)), requests(3), version=1)
 
 
+def test_the_first_worker_chooses_the_channels_for_all(make_engine):
+    """A choice made anew, under the weights of the day, would be another engine."""
+    engine = make_engine(calibration=[[1, 2], [3]])
+    sync(engine)
+    chosen = {"chosen": [process_link(engine).pid, 2]}
+    assert engine._channels == chosen
+    sync(engine, 1)
+    kill(engine)
+    check(generate(engine, requests(3)), requests(3), version=1)
+    assert engine._channels == chosen and process_link(engine).pid != chosen["chosen"][0]
+
+
 def test_a_closed_engine(make_engine):
     engine = make_engine()
     sync(engine)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollout_bridge.engine.blank_checkpoint import write_blank_checkpoint
-from rollout_bridge.engine.factory import engine_arguments, export_settings, make, slot_bytes
+from rollout_bridge.engine.factory import calibration_prompts, engine_arguments, export_settings, make, slot_bytes
 from rollout_bridge.export.decode import ExportedFiles
 from rollout_bridge.export.layout import tensor_plan
 from rollout_bridge.vllm_plugin.serve.arguments import FIXED
@@ -20,7 +20,16 @@ from trace_jax.quantization.plan import QuantPlan, rollout_plan
 pytestmark = pytest.mark.usefixtures("installed")
 
 
-@pytest.mark.parametrize("plan", [W4A4KV4, rollout_plan("bf16", "bf16", "bf16", "bf16")], ids=["nvfp4", "bf16"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        W4A4KV4,
+        rollout_plan("nvfp4", "bf16", "nvfp4", "bf16"),
+        rollout_plan("mxfp4", "mxfp4", "bf16", "bf16"),
+        rollout_plan("bf16", "bf16", "bf16", "bf16"),
+    ],
+    ids=["W4A4KV4", "W4A16", "mxfp4", "bf16"],
+)
 def test_the_blank_checkpoint_is_an_export_without_weights(tmp_path: Path, plan: QuantPlan):
     setup, settings = tiny_setup(plan=plan), export_settings(plan)
     folder = write_blank_checkpoint(tmp_path / "model", setup.policy, settings)
@@ -29,7 +38,12 @@ def test_the_blank_checkpoint_is_an_export_without_weights(tmp_path: Path, plan:
         values = files.read(spec.name)
         assert values.shape == spec.shape and (values.astype("float32") == (1.0 if spec.dtype == "F32" else 0.0)).all(), spec
     config = json.loads((folder / "config.json").read_text())
-    assert config["model_type"] == "qwen3_moe" and ("quantization_config" in config) is (settings.format == "nvfp4")
+    assert config["model_type"] == "qwen3_moe"
+    if plan.weights == "bf16":
+        assert "quantization_config" not in config
+    else:
+        inputs = config["quantization_config"]["config_groups"]["group_0"]["input_activations"]
+        assert (inputs is None) is (plan.expert_input.format == "bf16") is (settings.activations == "bf16")
 
 
 def test_arguments_follow_the_config():
@@ -53,15 +67,37 @@ def test_arguments_of_the_engine_s_own_are_refused(name: str):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (rollout_plan("mxfp4", "mxfp4", "bf16", "bf16"), "rollout.weights is mxfp4 and rollout.activations mxfp4; write one of these"),
-        (rollout_plan("nvfp4", "fp8", "bf16", "bf16"), "rollout.weights is nvfp4 and rollout.activations fp8"),
-        (rollout_plan("nvfp4", "nvfp4", "bf16", "fp8"), "keeps K and V in nvfp4 or bf16; rollout.kv_cache.v is fp8"),
+        (rollout_plan("nvfp4", "fp8", "bf16", "bf16"), "rollout.weights is nvfp4 and rollout.activations fp8; write one of these"),
+        (rollout_plan("mxfp4", "nvfp4", "bf16", "bf16"), "rollout.weights is mxfp4 and rollout.activations nvfp4"),
+        (rollout_plan("nvfp4", "nvfp4", "bf16", "fp8"), "keeps K and V in nvfp4 or bf16 beside nvfp4 weights; rollout.kv_cache.v is fp8"),
+        (rollout_plan("mxfp4", "mxfp4", "nvfp4", "bf16"), "keeps K and V in bf16 beside mxfp4 weights; rollout.kv_cache.k is nvfp4"),
         (rollout_plan("nvfp4", "nvfp4", "nvfp4", "nvfp4", per_token=True), "activation_scale is per_token"),
     ],
 )
 def test_formats_that_vllm_does_not_serve(plan: QuantPlan, message: str):
     with pytest.raises(UserError, match=message):
         make(tiny_setup(plan=plan))
+
+
+def test_compensation_needs_prompts_where_channels_are_chosen():
+    setup = tiny_setup("rollout.residual_compensation.fraction=0.5")
+    assert engine_arguments(setup)["additional_config"]["trace_jax"]["residual_compensation"] == {"fraction": 0.5, "selection": "l2"}
+    prompts = calibration_prompts(setup, 8)
+    assert prompts and {len(prompt) for prompt in prompts} == {7}
+    for fraction in ("0.0", "1.0"):
+        assert calibration_prompts(tiny_setup(f"rollout.residual_compensation.fraction={fraction}"), 8) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.activations=bf16", "rollout.activations is bf16, which leaves no residual; write 0.0"),
+        ("train_quant.activations=guided", "a record has no residual; write activations: rtn, or none"),
+    ],
+)
+def test_compensation_of_what_it_does_not_go_with(override: str, message: str):
+    with pytest.raises(UserError, match=message):
+        tiny_setup("rollout.residual_compensation.fraction=0.5", override)
 
 
 def test_a_slot_holds_a_layer_of_a_small_model():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ import tiny_policy as tiny
 from rollout_bridge.engine.messages import answered
 from rollout_bridge.engine.records import CapturedRecords, capture_layout
 from rollout_bridge.wire import Ring, RingWriter
+from tests.rollout_bridge.engine.script_answers import check, collect, requests, sync
+from trace_jax.rollout import FinishReason
 from trace_jax.rollout.embedded.decode import CaptureSpec
 
 PLAN, NOTHING = tiny.PLANS["bf16"], CaptureSpec()
@@ -58,3 +61,23 @@ def test_answers_get_the_rows_of_their_sample(ring: Ring):
             assert found.routes is not None and found.guidance is None and found.audit is None
             np.testing.assert_array_equal(found.routes.routes_valid, [True] * (request.tokens.size + 1) + [False])
             assert set(found.routes.routed_experts[:-1].ravel()) == {fill}
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_sample_that_is_submitted_again_gets_no_rows_of_the_run_that_was_aborted(make_engine, ring: Ring, attempt: int):
+    """The worker is in the middle of a step of the first run, whose rows it sends afterwards. Each row says which run it is from."""
+    records = CapturedRecords(ring.path, tiny.CONFIG, PLAN, NOTHING, audit=False)
+    engine = make_engine(records=records, step_s=0.1, capture={"ring": str(ring.path), "layers": LAYERS, "experts": CHOSEN})
+    sync(engine)
+    (first,) = requests(1, max_new_tokens=12, stop_token_ids=())
+    engine.submit([first])
+    while records._assembled_by().counts.taken < 4:
+        assert engine.poll(0.02).num_sequences == 0
+    again = replace(first, attempt=attempt, seed=first.seed + 1)
+    engine.abort([first.sample_id])
+    engine.submit([again])
+    ended, answer = (found := collect(engine, 2)).select([0]), found.select([1])
+    assert ended.finish_reason.tolist() == [FinishReason.ABORTED]
+    check(answer, [again])
+    assert answer.attempt.tolist() == [attempt] and answer.routes is not None and answer.routes.routes_valid[:-1].all()
+    assert set(answer.routes.routed_experts[:-1].ravel()) == {1}

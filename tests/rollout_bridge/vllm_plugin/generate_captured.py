@@ -13,40 +13,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from generate import complete
 from vllm import LLM, SamplingParams
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
 
-from rollout_bridge.vllm_plugin.capture import hooks, set_version, start_capture, stop_capture
-from rollout_bridge.vllm_plugin.numerics import NVFP4, dequantize, quantize
+from rollout_bridge.vllm_plugin import kv_cache
+from rollout_bridge.vllm_plugin.capture import set_version, start_capture, stop_capture
 from rollout_bridge.vllm_plugin.replay import start_replay, stop_replay
 
-gain = 1.0
-"""What K and V are multiplied with before they are rounded; other than 1, the engine rounds otherwise than the trainer."""
 
-
-def round_kv(worker: Any, multipliers: dict[str, list[float]]) -> None:
-    """Rounds K and V to NVFP4 before they are written to the cache, under one multiplier a layer."""
-
-    def rounding(module: Attention) -> Any:
-        layer, write = extract_layer_index(module.layer_name), module.impl.do_kv_cache_update
-
-        def update(attention: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-            rounded = []
-            for site, x in (("k", key), ("v", value)):
-                quantized = quantize(gain * x, NVFP4, torch.tensor(multipliers[site][layer]))
-                if hooks.active():
-                    quantized = hooks.observe(site, layer, quantized, x)
-                rounded.append(dequantize(quantized, x.dtype))
-            write(attention, *rounded, cache, slots)
-
-        return update
-
-    for module in worker.model_runner.model.modules():
-        if isinstance(module, Attention):
-            module.impl.do_kv_cache_update = rounding(module)
+def disturb_kv(gain: float) -> None:
+    """From now on K and V are multiplied before they are rounded, so the engine makes other codes than the trainer."""
+    rounded = kv_cache._rounded
+    kv_cache._rounded = lambda layer, side, x, multiplier: rounded(layer, side, gain * x, multiplier)
 
 
 def generate(engine: LLM, prompts: list[list[int]], samples: list[list[Any]], audited: list[int], max_tokens: int) -> list[dict[str, Any]]:
@@ -117,7 +95,6 @@ def main(folder: Path) -> None:
         logprobs_mode="processed_logprobs",
         **task["engine"],
     )
-    engine.collective_rpc(round_kv, args=(task["multipliers"],))
     prompts = task["prompts"]
     result: dict[str, Any] = {"seconds_without": seconds(engine, prompts, None)}
     answers = []
@@ -147,12 +124,11 @@ def scored(engine: LLM, rows: list[list[int]], samples: list[str]) -> list[list[
 
 def replays(engine: LLM, prompts: list[list[int]], samples: list[list[Any]], answers: list[dict[str, Any]], ring: str) -> dict[str, Any]:
     """The log-probs of the first run's sequences: as they are, and with K and V disturbed, under the record and without it."""
-    global gain
     rows = [[*prompts[answer["prompt"]], *answer["tokens"]] for answer in answers]
     ids = [str(answer["sample"]) for answer in answers]
     start_replay(engine, ring)
     result = {"recorded": scored(engine, rows, ids)}
-    gain = 1.2
+    disturb_kv(1.2)
     result["disturbed, recorded"] = scored(engine, rows, ids)
     stop_replay(engine)
     result["disturbed"] = scored(engine, rows, ids)

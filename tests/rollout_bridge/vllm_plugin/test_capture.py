@@ -48,6 +48,8 @@ BUDGET = 64
 BLOCKS = {"block_size": 32, "num_gpu_blocks_override": 24, "max_num_batched_tokens": BUDGET, "max_num_seqs": 16}
 """Room for all answers of 14 tokens, not for those of 38."""
 
+KV4 = {"trace_jax": {"kv_cache": {"k": "nvfp4", "v": "nvfp4"}}}
+
 
 class Run(NamedTuple):
     """A generation: its settings, what vLLM returned, and what was assembled of each answer."""
@@ -84,6 +86,12 @@ def samples(number: int) -> list[list[Any]]:
     """A sample id for every answer; those of every second prompt are too large for a signed integer and travel as text."""
     ids = [[1000 * number + 10 * index + child for child in range(count)] for index, count in enumerate(ANSWERS)]
     return [[str(2**63 + one) for one in row] if index % 2 else list(row) for index, row in enumerate(ids)]
+
+
+def kv_scales() -> dict[str, np.ndarray]:
+    """Multipliers of K and V under their names on disk."""
+    scales = tiny_policy.multipliers()
+    return {f"model.layers.{layer}.self_attn.{side}_proj.{side}_scale": np.array(scales[side][layer]) for layer in LAYERS for side in "kv"}
 
 
 def receive(ring: Ring, assembler: Assembler, process: subprocess.Popen[str], log: Path) -> None:
@@ -136,10 +144,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Run
     """Both runs, and what else the program found."""
     folder = tmp_path_factory.mktemp("captured")
     save_hf_directory(folder / "model", "qwen3_moe", CONFIG, tiny_policy.params(), dtype="float32")
-    save_file(expert_tensors(), folder / "model" / "experts.safetensors")
+    save_file(expert_tensors() | kv_scales(), folder / "model" / "experts.safetensors")
     rng = np.random.default_rng(8)
     prompts = [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in LENGTHS]
-    multipliers = {name: np.asarray(value).tolist() for name, value in tiny_policy.multipliers().items()}
     specs = (CaptureSpec("codes", RECORDED_SITES, LAYERS), CaptureSpec("mantissa", RECORDED_SITES, (1, 2)))
     layouts = [Layout.of(CONFIG, PLAN, spec, tiny_policy.multipliers(), audit=index == 1) for index, spec in enumerate(specs)]
     assemblers = [Assembler(layout) for layout in layouts]
@@ -151,7 +158,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Run
         )
     ]
     replayed = Ring.create(slots=2, slot_bytes=layouts[0].record_bytes(128), folders=[folder])
-    task = {"prompts": prompts, "multipliers": multipliers, "engine": BLOCKS, "runs": runs, "replay": str(replayed.path)}
+    task = {"prompts": prompts, "engine": BLOCKS | {"additional_config": KV4}, "runs": runs, "replay": str(replayed.path)}
     (folder / "capture.json").write_text(json.dumps(task))
     for run, assembler in zip(runs, assemblers, strict=True):
         for sample in sum(run["samples"], []):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollout_bridge.wire import CorruptSlot, Ring, RingFull, RingReader, RingWriter, WireError, code_checksum, layout, place
-from rollout_bridge.wire import ring as ring_module
+from rollout_bridge.wire import side as side_module
 from tests.rollout_bridge.wire.programs import record, same
 
 
@@ -120,10 +120,10 @@ def test_one_writer_and_one_reader(ring: Ring):
 def test_other_versions_and_files_are_refused(ring: Ring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setattr(layout, "PROTOCOL", layout.PROTOCOL + 1)
-        with pytest.raises(WireError, match="wire protocol 1 and this process runs 2.*install the same trace-jax"):
+        with pytest.raises(WireError, match="wire protocol 2 and this process runs 3.*install the same trace-jax"):
             RingReader(ring.path)
     with monkeypatch.context() as patch:
-        patch.setattr(ring_module, "code_checksum", lambda: 1)
+        patch.setattr(side_module, "code_checksum", lambda: 1)
         with pytest.raises(WireError, match="another version of rollout_bridge; write the worker folder again"):
             RingReader(ring.path)
     with pytest.raises(WireError, match="cannot be opened .*the ring's owner has ended"):
@@ -191,10 +191,10 @@ def test_a_ring_that_is_being_made_is_not_taken_for_an_abandoned_one(tmp_path: P
 
 
 def test_a_copy_of_the_code_has_the_same_checksum_and_a_changed_one_has_not(tmp_path: Path):
-    source = Path(ring_module.__file__).parent.parent
+    source = Path(side_module.__file__).parent.parent
     for folder in ("wire", "vllm_plugin"):
         shutil.copytree(source / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     assert code_checksum(tmp_path) == code_checksum()
-    (tmp_path / "wire" / "layout.py").write_text("PROTOCOL = 2\n")
+    (tmp_path / "wire" / "layout.py").write_text("PROTOCOL = 3\n")
     code_checksum.cache_clear()
     assert code_checksum(tmp_path) != code_checksum()

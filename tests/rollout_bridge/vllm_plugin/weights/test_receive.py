@@ -24,9 +24,9 @@ pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 from rollout_bridge.vllm_plugin.weights.digest import Digest  # noqa: E402
 from rollout_bridge.vllm_plugin.weights.errors import WeightsRefused  # noqa: E402
-from rollout_bridge.vllm_plugin.weights.expected import expected_tensors  # noqa: E402
+from rollout_bridge.vllm_plugin.weights.expected import TensorSpec, expected_tensors  # noqa: E402
 from rollout_bridge.vllm_plugin.weights.receive import receive_update  # noqa: E402
-from rollout_bridge.vllm_plugin.weights.staging import StagedUpdate  # noqa: E402
+from rollout_bridge.vllm_plugin.weights.staging import StagedUpdate, bad_values  # noqa: E402
 from tests.rollout_bridge.vllm_plugin.numerics.torch_cases import to_numpy  # noqa: E402
 
 EXPECTED = expected_tensors(layout(required_kv=("k", "v")))
@@ -194,7 +194,7 @@ def test_a_damaged_record_is_noticed(ends, damaged: int):
     writer, reader = ends
     whole = records(update(), 1)
     put(writer, *whole, end(1, len(whole), 0, ""))
-    data = reader._ring.slot(damaged)[1]
+    data = reader._slot(damaged)[1]
     data[6_000] ^= 1
     with pytest.raises(WeightsRefused, match=f"record {damaged} is not what was written"):
         receive(reader, 1)
@@ -215,7 +215,7 @@ def test_a_dead_trainer(ends):
 
 
 @pytest.mark.parametrize("dtype", (np.uint8, np.float32, ml_dtypes.bfloat16, np.int32))
-@pytest.mark.parametrize("shape", ((), (1,), (3, 5), (2, 0, 4)))
+@pytest.mark.parametrize("shape", ((), (1,), (3, 5), (2, 0, 4), (67, 8200)))
 def test_the_checksum_is_the_trainer_s(dtype, shape):
     tensor = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
     trainer, worker = UpdateDigest(), Digest()
@@ -223,6 +223,20 @@ def test_the_checksum_is_the_trainer_s(dtype, shape):
     worker.add("c.d", "float32", (), np.float32(3.0).reshape(1).view(np.uint8))
     worker.add("a.b", str(tensor.dtype), tensor.shape, tensor.reshape(-1).view(np.uint8))
     assert trainer.ack(0).checksum == worker.checksum and trainer.ack(0).count == worker.count == 2
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("size", (1, 7, 64, 1003))
+def test_a_value_that_is_not_finite_is_found_wherever_it_is(dtype: Any, size: int):
+    tensor = torch.randn(size, dtype=dtype)
+    spec = TensorSpec("", (size,), "float")
+    assert bad_values(tensor, spec) is None
+    for index in {0, size // 2, size - 9, size - 1} & set(range(size)):
+        for value in (torch.nan, torch.inf, -torch.inf):
+            tensor[index], kept = value, float(tensor[index])
+            assert bad_values(tensor, spec) == "holds NaN or infinity"
+            tensor[index] = kept
+    assert bad_values(tensor, spec) is None
 
 
 WORKER = """

@@ -1,4 +1,4 @@
-"""What a quickstart run shows, as figures: the table and the picture both read this, so they cannot disagree."""
+"""What a run shows, as figures: the tables and pictures of `quickstart` and `compare` all read this, so they cannot disagree."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,17 +27,18 @@ class Rate:
 
 @dataclass(frozen=True)
 class Gap:
-    """Medians of one forward over the window: KL of trainer and rollout (k3), and mean |log-prob difference|."""
+    """Medians of one forward over the window: KL of trainer and rollout (k3), mean and largest |log-prob difference| of a step."""
 
     forward: str
     metric: str
     k3_kl: float
     logprob_abs_diff: float
+    logprob_abs_diff_max: float
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a quickstart run; what the run did not record is empty.
+    """The figures of a run; what it did not record is empty.
 
     Args:
       method, seed, task, split: as configured.
@@ -127,6 +128,7 @@ def _gaps(run: Run, rows: Sequence[dict[str, Any]]) -> tuple[Gap, ...]:
     for line in mismatch_lines(run):
         kl = chosen.series(line.key)
         if kl:
-            difference = chosen.series(line.key.replace("rollout_corr/k3_kl", "train_rollout_logprob_abs_diff"))
-            gaps.append(Gap(line.label, line.key, kl.median(), difference.median()))
+            difference = line.key.replace("rollout_corr/k3_kl", "train_rollout_logprob_abs_diff")
+            mean, largest = (chosen.series(name).median() for name in (difference, f"{difference}_max"))
+            gaps.append(Gap(line.label, line.key, kl.median(), mean, largest))
     return tuple(gaps)
