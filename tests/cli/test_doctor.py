@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import pallas_kernels
+import rollout_bridge
 import trace_jax
 from trace_jax.cli.app import main
 from trace_jax.cli.doctor import OPTIONAL
@@ -31,7 +32,7 @@ def test_doctor_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("distribution", ["jax-triton", "vllm"])
 def test_optional_packages_are_called_unused_until_something_imports_them(distribution: str) -> None:
-    sources = [path for package in (pallas_kernels, trace_jax) for path in Path(package.__path__[0]).rglob("*.py")]
+    sources = [path for package in (pallas_kernels, trace_jax, rollout_bridge) for path in Path(package.__path__[0]).rglob("*.py")]
     imported = {
         name.split(".")[0]
         for path in sources

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import shutil
@@ -36,7 +37,7 @@ SETTINGS = (
     *("steps=2", "sft.steps=10", "sft.eval_every=0", "eval.every=2", "rollout.max_new_tokens=3"),  # so short that all rows have one length
     *("guidance.audit.every=1", "guidance.audit.sequences=1", "train.unguided_every=1"),
 )
-METHODS = ("qat", "trace")
+METHODS = ("naive", "trace")
 
 
 class Finished(NamedTuple):
@@ -56,8 +57,9 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """qat and trace with two seeds, through the command; a cold start, four runs of two steps."""
-    out, calls = tmp_path_factory.mktemp("finished") / "out", dict.fromkeys(("run_sft", "evaluate", "load_config_task", "pass_rate_at"), 0)
+    """naive and trace with two seeds, through the command; a cold start, four runs of two steps."""
+    out = tmp_path_factory.mktemp("finished") / "out"
+    calls: dict[str, int] = collections.Counter()
 
     def counted(patch: pytest.MonkeyPatch, module: Any, name: str) -> None:
         original = getattr(module, name)
@@ -119,7 +121,7 @@ def test_runs_of_a_seed_share_the_task_and_the_first_evaluation(finished: Finish
     assert finished.calls["load_config_task"] == 1 + 2
     assert finished.calls["evaluate"] == 2 * (1 + len(METHODS)) and finished.calls["pass_rate_at"] == 4
     first = {run.name: rows_of(run)[0]["eval/validation/pass_at_1"] for run in (finished.out / "runs").iterdir()}
-    assert all(first[f"qat-seed-{seed}"] == first[f"trace-seed-{seed}"] for seed in (0, 1))
+    assert all(first[f"naive-seed-{seed}"] == first[f"trace-seed-{seed}"] for seed in (0, 1))
 
 
 @pytest.mark.slow
@@ -152,7 +154,7 @@ def test_every_figure_is_that_of_the_metrics(finished: Finished, method: str) ->
     for forward, prefix in forwards.items():
         for figure, name in names.items():
             assert entry["gaps"][forward][figure] == pytest.approx(median_of_medians(prefix + name))
-    assert (entry["gaps"]["guided"] is None) == (method == "qat")
+    assert (entry["gaps"]["guided"] is None) == (method == "naive")
     for part in ("rollout", "train", "sync", "step"):
         assert entry["seconds_per_step"][part] == pytest.approx(median_of_medians(f"time/{part}"))
     sizes = [row.get("guidance/bytes_per_token", 0.0) for row in last]  # a part depends on the number of tokens
@@ -194,7 +196,7 @@ def test_killed_and_stopped_and_resumed_it_is_the_same(
             raise Killed
 
     def die_in_the_first_run(what: str, done: int, total: int) -> None:
-        if what.startswith("qat") and done == 2:
+        if what.startswith("naive") and done == 2:
             raise Killed
 
     def stop_in_the_second_run(what: str, done: int, total: int) -> None:
@@ -210,7 +212,7 @@ def test_killed_and_stopped_and_resumed_it_is_the_same(
     assert interrupted(config_file, out, stop_in_the_second_run, resume=True) is None
     assert "comparison stopped, 1 of 2 runs are finished; go on with --resume" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == former and not (out / "comparison.json").exists()
-    first = {path: path.stat().st_mtime_ns for path in (out / "runs" / "qat-seed-0").rglob("*") if path.name != ".lock"}
+    first = {path: path.stat().st_mtime_ns for path in (out / "runs" / "naive-seed-0").rglob("*") if path.name != ".lock"}
 
     figures = interrupted(config_file, out, lambda *_: None, resume=True)
     assert "resumed after step 1" in capfd.readouterr().err
@@ -228,24 +230,24 @@ def test_killed_and_stopped_and_resumed_it_is_the_same(
 def test_a_run_that_diverges_does_not_end_the_others(
     finished: Finished, config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A copy of the finished comparison without its qat runs; these then give up in step 2."""
+    """A copy of the finished comparison without its naive runs; these then give up in step 2."""
     out = shutil.copytree(finished.out, tmp_path / "out")
     for seed in (0, 1):
-        shutil.rmtree(out / "runs" / f"qat-seed-{seed}" / "checkpoints" / "2")
-        (out / "runs" / f"qat-seed-{seed}" / "bf16_evaluation.json").unlink()
+        shutil.rmtree(out / "runs" / f"naive-seed-{seed}" / "checkpoints" / "2")
+        (out / "runs" / f"naive-seed-{seed}" / "bf16_evaluation.json").unlink()
 
     def gives_up(config: Config, folder: Path, **_: Any) -> None:
-        assert config.method == "qat"
+        assert config.method == "naive"
         raise Diverged(2, "do something")
 
     monkeypatch.setattr(comparison_run, "run_training", gives_up)
     plan = plan_comparison(config_file, SETTINGS, names=METHODS, seeds=2)
     figures = run_comparison(plan, out, resume=True)
-    assert figures is not None and figures["methods"]["qat"]["collapses"] == [
+    assert figures is not None and figures["methods"]["naive"]["collapses"] == [
         {"seed": seed, "step": 2, "reason": "diverged"} for seed in (0, 1)
     ]
     assert figures["methods"]["trace"]["after"] == finished.figures["methods"]["trace"]["after"]
-    assert "qat-seed-0: step 2: 3 gradients in a row were not finite" in capfd.readouterr().err
+    assert "naive-seed-0: step 2: 3 gradients in a row were not finite" in capfd.readouterr().err
     monkeypatch.setattr(comparison_run, "run_training", pytest.fail)
     assert run_comparison(plan, out, resume=True) == figures  # it is not tried again
 
@@ -286,7 +288,7 @@ def test_a_real_signal(finished: Finished, config_file: Path, tmp_path: Path, en
     """To the program, as soon as its first run has begun; SIGTERM ends it as it ends `train`."""
     words = ["compare", str(config_file), *SETTINGS, "--methods", ",".join(METHODS), "--out", str(tmp_path / "out")]
     program = subprocess.Popen([sys.executable, "-m", "trace_jax", *words], env=environment, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "out" / "runs" / "qat-seed-0" / "config.yaml").exists():
+    while not (tmp_path / "out" / "runs" / "naive-seed-0" / "config.yaml").exists():
         assert program.poll() is None
         time.sleep(0.01)
     program.send_signal(number)

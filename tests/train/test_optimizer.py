@@ -69,7 +69,7 @@ def test_decay_acts_on_matrices_only(params):
 @pytest.mark.parametrize("placed", [False, True])
 def test_the_first_and_the_second_update_are_one_program(placed):
     """Arrays just made are not committed to a device, those that Orbax restored or a program returned are; jit tells them apart."""
-    optimizer = make_optimizer(OptimizerConfig())
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3 if placed else 2e-3))  # one of its own, as programs are kept by optimizer
     made = {"w": jnp.ones((2, 2))}
     state = initial_state(jax.device_put(made, jax.devices()[0]) if placed else made, optimizer, {"k": jnp.ones(2)})
     assert all(leaf.committed for leaf in jax.tree.leaves(state))
@@ -78,6 +78,12 @@ def test_the_first_and_the_second_update_are_one_program(placed):
     for _ in range(2):
         params, opt_state, _ = apply_gradients(params, opt_state, made, optimizer=optimizer)
     assert apply_gradients._cache_size() == before + 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_runs_with_one_config_share_their_programs():
+    """The optimizer is part of the key under which jit keeps a program."""
+    assert make_optimizer(OptimizerConfig()) is make_optimizer(OptimizerConfig())
+    assert make_optimizer(OptimizerConfig(grad_clip=0.5)) is not make_optimizer(OptimizerConfig())
 
 
 def test_clipping_by_global_norm():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trace_jax.comparison.pooling import mean_run
-from trace_jax.comparison.table import NONE, cells, notes
+from trace_jax.comparison.table import NONE, RATE, cells, notes
 from trace_jax.files import write_atomic
 from trace_jax.report.build import overview
 from trace_jax.report.html import FOOTER, png_bytes, render_html
@@ -57,10 +57,12 @@ def summary_rows(figures: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     texts = [cells(entry) for entry in entries]
     rows = [(what, [entry[what] for entry in entries]) for what in ("rollout", "trainer")]
     for column in texts[0]:
-        rows.append((column, [MISSING if text[column] == NONE and column != "collapse" else text[column] for text in texts]))
+        rows.append(
+            (" ".join(column.split()), [MISSING if text[column] == NONE and column != "collapse" else text[column] for text in texts])
+        )
     for index, seed in enumerate(figures["seeds"] if len(figures["seeds"]) > 1 else ()):
-        label = f"pass@1 [95 %], seed {seed}"
-        rows.append((label, [cells(entry["runs"][index])["pass@1 [95 %]"] for entry in entries]))
+        label = f"{RATE}, seed {seed}"
+        rows.append((label, [cells(entry["runs"][index])[RATE] for entry in entries]))
     return rows
 
 
@@ -101,7 +103,7 @@ def _draw_rates(axes: Axes, entries: Mapping[str, Any]) -> None:
     def rate(entry: Mapping[str, Any], name: str) -> float | None:
         return None if entry[name] is None else entry[name]["pass_at_1"]
 
-    _draw_pairs(axes, entries, partial(rate, name="after"), partial(rate, name="after_bf16"))
+    _draw_pairs(axes, entries, partial(rate, name="after"), partial(rate, name="after_bf16"), bars=True)
     for x, entry in enumerate(entries.values()):
         if entry["after"] is not None:
             value, low, high = (entry["after"][name] for name in ("pass_at_1", "low", "high"))
@@ -115,7 +117,7 @@ def _draw_kl(axes: Axes, entries: Mapping[str, Any]) -> None:
         gap = entry["gaps"][forward]
         return None if gap is None or gap["k3_kl"] <= 0 else gap["k3_kl"]  # a log axis has no place for an exact replay
 
-    _draw_pairs(axes, entries, partial(kl, forward="unguided"), partial(kl, forward="guided"))
+    _draw_pairs(axes, entries, partial(kl, forward="unguided"), partial(kl, forward="guided"), bars=False)
     if any(kl(entry, forward) for entry in entries.values() for forward in ("unguided", "guided")):
         axes.set_yscale("log")
     axes.set_ylabel("nats per token, log scale")
@@ -126,8 +128,10 @@ def _draw_pairs(
     entries: Mapping[str, Any],
     filled: Callable[[Mapping[str, Any]], float | None],
     open_: Callable[[Mapping[str, Any]], float | None],
+    *,
+    bars: bool,
 ) -> None:
-    """Two bars a method, and the seeds as dots on them."""
+    """Two bars a method, or two points where the axis has no zero, and the seeds as dots on them."""
     drawn = False
     for x, entry in enumerate(entries.values()):
         color = COLORS[x % len(COLORS)]
@@ -136,7 +140,10 @@ def _draw_pairs(
             if value is None:
                 continue
             drawn = True
-            axes.bar(place, value, width=0.36, color=face, edgecolor=color, linewidth=1.6)
+            if bars:
+                axes.bar(place, value, width=0.36, color=face, edgecolor=color, linewidth=1.6)
+            else:
+                axes.plot(place, value, "s", color=face, markeredgecolor=color, markersize=11, markeredgewidth=1.6)
             if len(entry["runs"]) > 1:
                 seeds = [found for run in entry["runs"] if (found := value_of(run)) is not None]
                 axes.plot([place] * len(seeds), seeds, "o", color=MUTED, markersize=4, markeredgecolor="white", zorder=5)

@@ -13,25 +13,25 @@ from trace_jax.evaluation.mismatch_tables import even_ranges
 from trace_jax.terminal import result_console
 
 NONE = "-"
+RATE = "pass@1 [95 %]"
 LAYERS = 4
 """Layers shown at most; a deeper model is shown in ranges, each by its worst layer."""
 
 
 def cells(entry: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of one entry of `comparison.json`, of a method or of one of its runs, by column."""
+    """The texts of one entry of `comparison.json`, of a method or of one of its runs, by column; a label may have two lines."""
     gaps = entry["gaps"]
     return {
-        "pass@1 [95 %]": _rate(entry["after"], interval=True),
-        "at bf16": _rate(entry["after_bf16"]),
-        "KL guided": _gap(gaps["guided"], "k3_kl", "{:.1e}"),
-        "KL unguided": _gap(gaps["unguided"], "k3_kl", "{:.1e}"),
-        "max gap guided": _gap(gaps["guided"], "logprob_abs_diff_max", "{:.3f}"),
-        "max gap unguided": _gap(gaps["unguided"], "logprob_abs_diff_max", "{:.3f}"),
-        "equal codes by depth, %": _depth(entry["code_agreement"]),
+        RATE: _rate(entry["after"], interval=True),
+        "at\nbf16": _rate(entry["after_bf16"]),
+        "KL\nguided": _gap(gaps["guided"], "k3_kl", "{:.1e}"),
+        "KL\nunguided": _gap(gaps["unguided"], "k3_kl", "{:.1e}"),
+        "max\ngap": _gap(gaps["unguided"], "logprob_abs_diff_max", "{:.3f}"),
+        "equal\ncodes, %": _depth(entry["code_agreement"]),
         "collapse": _collapse(entry),
-        "record B/token": f"{sum(entry['bytes_per_token'].values()):.0f}" if entry["bytes_per_token"] else NONE,
-        "s rollout+train+sync": "+".join(
-            f"{entry['seconds_per_step'][part]:.2f}" for part in ("rollout", "train", "sync") if part in entry["seconds_per_step"]
+        "B per\ntoken": f"{sum(entry['bytes_per_token'].values()):.0f}" if entry["bytes_per_token"] else NONE,
+        "s rollout/\ntrain/sync": "/".join(
+            f"{entry['seconds_per_step'][part]:.2g}" for part in ("rollout", "train", "sync") if part in entry["seconds_per_step"]
         )
         or NONE,
     }
@@ -51,13 +51,17 @@ def table(figures: Mapping[str, Any]) -> Table:
     seeds = figures["seeds"]
     what = f"{figures['task']}, {figures['steps']} steps, {len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'}"
     shown = Table(
-        title=Text(f"{what}; {figures['split']} split", "bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+        title=Text(f"{what}; {figures['split']} split", "bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
     )
     shown.add_column("method", no_wrap=True)
     for index, (name, texts) in enumerate(rows(figures)):
         if index == 0:
             for column in texts:
-                shown.add_column(column, justify="right")
+                shown.add_column(column, justify="right", no_wrap=column != "collapse")
         shown.add_row(Text(name), *map(Text, texts.values()), style="dim" if name.startswith("  ") else None)
     return shown
 
@@ -79,11 +83,11 @@ def notes(figures: Mapping[str, Any]) -> list[str]:
     worst = ", the worst of each range" if _deep(figures) else ""
     return [
         f"Before RL: {'; '.join(before)}.",
-        "pass@1: held-out answers of the rollout at its own precision; at bf16: of the same weights with nothing rounded. The",
-        "interval is that of all seeds' answers together. What another seed would have learned is not in it: look at the seeds.",
-        f"KL (k3, nats per token) and the largest log-prob gap of a step: {' or '.join(windows)}. A guided forward",
-        "replays the rollout's rounding, so its figures are small by construction; without guidance there are the unguided ones.",
-        f"Equal codes: audited values that trainer and rollout round alike, first to last layer{worst}.",
+        "pass@1: held-out answers of the rollout at its own precision; at bf16: of the same weights with nothing rounded. The interval "
+        "is that of all seeds' answers together; what another seed would have learned is not in it, look at the seeds for that.",
+        f"KL (k3, nats per token), and the largest log-prob gap of a step in the unguided forward: {'; '.join(windows)}. A guided "
+        "forward replays the rollout's rounding, so its KL is small by construction; a method without guidance has the unguided one only.",
+        f"Codes: audited values that trainer and rollout round alike, first to last layer{worst}. Times are seconds of a step. "
         "Over seeds, rates are means and the rest medians.",
     ]
 
@@ -106,7 +110,7 @@ def _depth(agreement: Mapping[str, float]) -> str:
     shares = list(agreement.values())
     if not shares:
         return NONE
-    return " ".join(f"{100 * min(shares[low:high]):.1f}" for low, high in even_ranges(len(shares), LAYERS))
+    return " ".join(f"{100 * min(shares[low:high]):.0f}" for low, high in even_ranges(len(shares), LAYERS))
 
 
 def _collapse(entry: Mapping[str, Any]) -> str:
