@@ -128,7 +128,7 @@ class ScriptedGenerator:
 
     def _send_rows(self, request):
         """Rows of the tokens that this step computes: the prompt, later the newest token."""
-        if self.rows is None:
+        if self.rows is None or self.capture is None:
             return
         size, drawn = len(request["tokens"]), request["drawn"]
         position = np.arange(size, dtype=np.uint32) if drawn == 0 else np.asarray([size + drawn - 1], np.uint32)
