@@ -4,8 +4,9 @@ A program handles a tile of groups. The last axis of an array holds WIDTH entrie
 a row may be cut short. What is missing there, or beyond the last group, is loaded as zero and not stored, so no array is padded.
 Offsets are 64 bits wide.
 
-A group is loaded and stored in pieces of one access, eight entries at most: Triton then gives a thread whole groups, and the block
-maximum needs no exchange between threads.
+A group is loaded and stored in pieces of one access: eight entries at most, one where the rows are no whole groups and begin at any
+address. Triton then gives a thread whole groups, and nothing is exchanged between threads, neither for the block maximum nor between
+arrays of different widths (where it was, Triton 3.6 gave wrong bits on an H200).
 """
 
 import triton
@@ -33,14 +34,14 @@ def locate(pointer, groups, ROW: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.con
 def load_groups(pointer, groups, ROW: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """The entries of each group, [TILE, WIDTH]."""
     first, exists, entries = locate(pointer, groups, ROW, WIDTH, TILE)
-    return _load(first, exists, entries, WIDTH, 0)
+    return _load(first, exists, entries, WIDTH, 0, 8 if ROW % WIDTH == 0 else 1)
 
 
 @triton.jit
 def store_groups(pointer, values, groups, ROW: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """Stores [TILE, WIDTH] as the entries of each group."""
     first, exists, entries = locate(pointer, groups, ROW, WIDTH, TILE)
-    _store(first, exists, entries, values, WIDTH, 0)
+    _store(first, exists, entries, values, WIDTH, 0, 8 if ROW % WIDTH == 0 else 1)
 
 
 @triton.jit
@@ -64,25 +65,25 @@ def row_value(pointer, groups, BLOCKS: tl.constexpr, EACH_ROW: tl.constexpr, TIL
 
 
 @triton.jit
-def _load(first, exists, entries, WIDTH: tl.constexpr, START: tl.constexpr):
-    """`WIDTH` entries of each group from number `START` on."""
-    if WIDTH <= 8 and WIDTH * first.dtype.element_ty.primitive_bitwidth <= 128:
+def _load(first, exists, entries, WIDTH: tl.constexpr, START: tl.constexpr, MOST: tl.constexpr):
+    """`WIDTH` entries of each group from number `START` on, at most `MOST` with one access."""
+    if WIDTH <= MOST and WIDTH * first.dtype.element_ty.primitive_bitwidth <= 128:
         lane = START + tl.arange(0, WIDTH)[None, :]
         return tl.load(first[:, None] + lane, mask=exists[:, None] & (lane < entries[:, None]), other=0)
     else:
         half: tl.constexpr = WIDTH // 2
-        low = _load(first, exists, entries, half, START)
-        high = _load(first, exists, entries, half, START + half)
+        low = _load(first, exists, entries, half, START, MOST)
+        high = _load(first, exists, entries, half, START + half, MOST)
         return tl.join(low, high).permute(0, 2, 1).reshape(first.shape[0], WIDTH)
 
 
 @triton.jit
-def _store(first, exists, entries, values, WIDTH: tl.constexpr, START: tl.constexpr):
-    if WIDTH <= 8 and WIDTH * first.dtype.element_ty.primitive_bitwidth <= 128:
+def _store(first, exists, entries, values, WIDTH: tl.constexpr, START: tl.constexpr, MOST: tl.constexpr):
+    if WIDTH <= MOST and WIDTH * first.dtype.element_ty.primitive_bitwidth <= 128:
         lane = START + tl.arange(0, WIDTH)[None, :]
         tl.store(first[:, None] + lane, values, mask=exists[:, None] & (lane < entries[:, None]))
     else:
         half: tl.constexpr = WIDTH // 2
         low, high = values.reshape(first.shape[0], 2, half).permute(0, 2, 1).split()
-        _store(first, exists, entries, low, half, START)
-        _store(first, exists, entries, high, half, START + half)
+        _store(first, exists, entries, low, half, START, MOST)
+        _store(first, exists, entries, high, half, START + half, MOST)

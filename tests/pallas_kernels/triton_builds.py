@@ -33,19 +33,22 @@ BUILDS = (
     (guided_fake_quant, MXFP4, 90, {"KIND": "codes"}),
     (quantize, MXFP4, 100, {}),
     (guided_fake_quant, NVFP4, 100, {"KIND": "mantissa"}),
+    *((kernel, NVFP4, 90, {"SIZE": 33}) for kernel in (quantize, dequantize, fake_quant)),
+    *((guided_fake_quant, fmt, 90, {"KIND": kind, "SIZE": 33}) for fmt in (NVFP4, MXFP4) for kind in ("scales", "mantissa", "codes")),
 )
 
 
 def build(kernel, fmt: BlockFormat, capability: int, constants: dict) -> dict:
-    """Name, target and PTX of a kernel for bfloat16 rows of 2048 values, and its machine instructions for each value."""
+    """Name, target and PTX of a kernel for bfloat16 rows, of 2048 values if not named, and its machine instructions for each value."""
     fixed = {"SIZE": 2048, "BLOCK": fmt.block, "SCALE": fmt.scale, "TILE": THREADS, **ROW_VALUES, **constants}
     signature = {name: "constexpr" if name in fixed else (VALUES | OTHERS).get(name, "*u8") for name in kernel.arg_names}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if signature[name].startswith("*")}
     source = ASTSource(kernel, signature, {name: fixed[name] for name in kernel.arg_names if name in fixed}, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, "enable_fp_fusion": False})
     return {
-        "name": " ".join([kernel.__name__, fmt.name, *constants.values()]),
+        "name": " ".join(map(str, [kernel.__name__, fmt.name, *constants.values()])),
         "capability": capability,
+        "size": fixed["SIZE"],
         "ptx": compiled.asm["ptx"],
         "shared_bytes": compiled.metadata.shared,
         "instructions": instructions(compiled.asm["cubin"]) / fmt.block,
