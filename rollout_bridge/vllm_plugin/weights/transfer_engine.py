@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from rollout_bridge.vllm_plugin.weights.errors import WeightsDamaged
 from rollout_bridge.vllm_plugin.weights.expected import expected_tensors
-from rollout_bridge.vllm_plugin.weights.load_experts import load_experts
+from rollout_bridge.vllm_plugin.weights.load_experts import load_experts, stacked_scalars
 from rollout_bridge.vllm_plugin.weights.model_layout import model_layout
 from rollout_bridge.vllm_plugin.weights.receive import receive_update
 from rollout_bridge.vllm_plugin.weights.seconds import seconds
@@ -88,8 +88,9 @@ class RingWeightTransferEngine(WeightTransferEngine[RingInitInfo, RingUpdateInfo
             _forget_prepacked_experts(self.model)
             initialize_layerwise_reload(self.model)
             self.model.load_weights(plain_tensors(staged.tensors, layout.tied))
-            load_experts(self.model, staged.tensors)
-            finalize_layerwise_reload(self.model, self.model_config)
+            with stacked_scalars(self.model):
+                load_experts(self.model, staged.tensors)
+                finalize_layerwise_reload(self.model, self.model_config)
         except BaseException as error:
             self._damaged = f"loading version {update_info.version} failed halfway ({error}); start the engine again"
             raise WeightsDamaged(self._damaged) from error
