@@ -82,11 +82,8 @@ def test_what_is_common_to_all_runs_exists() -> None:
         ([], "a: qat", "variant a sets nothing"),
         ([], "- qat", "no variants; write a mapping"),
         ([], "a: {method: qat}\na: {method: trace}", "key 'a' is given twice"),
-        (
-            [],
-            "a: {guidance: {layrs: all}}",
-            "method a: guidance.layrs (on the command line) is not a known key; did you mean guidance.layers?",
-        ),
+        ([], "a: {guidance: {layrs: all}}", "method a: guidance.layrs (in variant a of "),
+        (["guidance.layrs=all"], "", "guidance.layrs (on the command line) is not a known key; did you mean guidance.layers?"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trace_jax.comparison.variants import chosen_variants
-from trace_jax.config import Config, check_for_training, load, parse_override
+from trace_jax.config import COMMAND_LINE, METHODS, Config, check_for_training, load, parse_override
 from trace_jax.errors import UserError
 
 
@@ -79,8 +79,9 @@ def plan_comparison(
     configs: dict[str, Config] = {}
     for name, settings in variants.items():
         _refuse_set_twice(name, [parse_override(text)[0] for text in settings], given)
+        stated = COMMAND_LINE if name in METHODS else f"in variant {name} of {file}, or on the command line"
         try:
-            config = load(path, [*overrides, *settings])
+            config = load(path, [*overrides, *settings], stated=stated)
             check_for_training(config)
         except UserError as error:
             raise UserError(f"method {name}: {error}") from None

@@ -2,12 +2,13 @@
 
 from trace_jax.config.checks import check, check_for_training
 from trace_jax.config.layer_spec import parse_layers, resolve_layers
-from trace_jax.config.load import dump, from_mapping, load, parse_override
+from trace_jax.config.load import COMMAND_LINE, dump, from_mapping, load, parse_override
 from trace_jax.config.presets import ALGORITHMS, METHODS
 from trace_jax.config.schema import Config
 
 __all__ = [
     "ALGORITHMS",
+    "COMMAND_LINE",
     "METHODS",
     "Config",
     "check",

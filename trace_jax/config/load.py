@@ -26,13 +26,16 @@ from trace_jax.config.schema import Config, TaskSection
 from trace_jax.config.yaml_text import dump_yaml, parse_yaml
 from trace_jax.errors import UserError
 
+COMMAND_LINE = "on the command line"
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+
+def load(path: str | Path, overrides: Sequence[str] = (), *, stated: str = COMMAND_LINE) -> Config:
     """Reads a configuration file.
 
     Args:
       path: YAML file with a mapping at its top.
       overrides: `key=value` texts with dotted keys and YAML values, applied in order.
+      stated: where the overrides stand, for error messages.
 
     Raises:
       UserError: the file cannot be read, or the configuration is wrong.
@@ -51,10 +54,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     values = parse_yaml(text, str(path))
     if not isinstance(values, Mapping):
         raise UserError(f"{path} holds {_shown(values)} at its top; write a mapping such as `steps: 200`")
-    return from_mapping(values, overrides, source=str(path))
+    return from_mapping(values, overrides, source=str(path), stated=stated)
 
 
-def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "the configuration") -> Config:
+def from_mapping(
+    values: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "the configuration", stated: str = COMMAND_LINE
+) -> Config:
     """Builds a configuration from nested values; arguments and errors as in `load`."""
     base: dict[str, Any] = copy.deepcopy(dict(values))
     parsed = [parse_override(text) for text in overrides]
@@ -63,16 +68,16 @@ def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = (), *, so
     merged = base
     for key, value in parsed:
         merged = _set(merged, key.split("."), value)
-    origin = _Origin(source, [key for key, _ in parsed])
+    origin = _Origin(source, [key for key, _ in parsed], stated)
     wrong = unknown_key(merged)
     if wrong is not None:
         near = nearest_key(wrong)
         hint = f"did you mean {near}?" if near else "remove it; trace-jax train CONFIG --dry-run then prints every key"
         raise UserError(f"{wrong} ({origin.of(wrong)}) is not a known key; {hint}")
     below = preset(merged.get("method", "trace"))
-    _refuse_contradiction("method", below, base, merged, dict(parsed), source)
+    _refuse_contradiction("method", below, base, merged, dict(parsed), origin)
     algorithm = algorithm_preset(value_at(overlay(below, merged), "algorithm.name")[1])
-    _refuse_contradiction("algorithm.name", algorithm, base, merged, dict(parsed), source)
+    _refuse_contradiction("algorithm.name", algorithm, base, merged, dict(parsed), origin)
     try:
         config = Config.model_validate(overlay(overlay(algorithm, below), merged))
     except ValidationError as error:
@@ -101,13 +106,14 @@ def dump(config: Config) -> str:
 class _Origin:
     """Says where a key was set, for error messages."""
 
-    def __init__(self, source: str, overridden: Sequence[str]) -> None:
+    def __init__(self, source: str, overridden: Sequence[str], stated: str) -> None:
         self.source = source
         self.overridden = overridden
+        self.stated = stated
 
     def of(self, key: str) -> str:
-        on_command_line = any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in self.overridden)
-        return "on the command line" if on_command_line else f"in {self.source}"
+        overridden = any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in self.overridden)
+        return self.stated if overridden else f"in {self.source}"
 
 
 def _set(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
@@ -130,9 +136,9 @@ def _refuse_contradiction(
     base: Mapping[str, Any],
     merged: Mapping[str, Any],
     overrides: Mapping[str, Any],
-    source: str,
+    origin: _Origin,
 ) -> None:
-    """A method or algorithm given on the command line must not be undone by a file that spells out another one's keys.
+    """A method or algorithm given by an override must not be undone by a file that spells out another one's keys.
 
     Args:
       preset_key: `method` or `algorithm.name`.
@@ -148,7 +154,7 @@ def _refuse_contradiction(
         overridden = any(key == name or key.startswith(f"{name}.") for name in overrides)
         if is_set and written != value and not overridden:
             raise UserError(
-                f"{preset_key}={now} on the command line stands for {key}: {_shown(value)}, but {source} says {_shown(written)}; "
+                f"{preset_key}={now} {origin.stated} stands for {key}: {_shown(value)}, but {origin.source} says {_shown(written)}; "
                 f"remove that line from the file, or add {key}={_shown(value)}"
             )
 
