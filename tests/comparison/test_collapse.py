@@ -70,6 +70,7 @@ def test_kl(values: list[float], step: int | None) -> None:
         ([0.5] * LASTING + [51.0] * 3 + [0.5] * LASTING, None),
         ([0.5] * LASTING + [math.inf] * LASTING, LASTING + 1),
         ([9.0] + [0.5] * (LASTING - 1) + [51.0] * LASTING, LASTING + 1),  # a wild first step does not raise the limit
+        ([0.0] * (LASTING - 2) + [0.5] * 2 + [0.5] * LASTING, None),  # steps without a signal do not make any gradient a large one
         ([math.nan] * LASTING, None),  # no step to compare with; `diverged` says it
     ],
 )

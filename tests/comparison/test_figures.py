@@ -70,7 +70,7 @@ def figures(folder: Path) -> dict[str, Any]:
 def test_rates_are_pooled_over_seeds(figures: dict[str, Any]) -> None:
     trace = figures["methods"]["trace"]
     low, high = wilson(0.55, 2 * PROMPTS)
-    assert trace["after"] == pytest.approx({"pass_at_1": 0.55, "low": low, "high": high, "reward_mean": 0.65})
+    assert trace["after"] == pytest.approx({"pass_at_1": 0.55, "low": low, "high": high, "reward_mean": 0.65, "seeds": 2})
     assert [run["after"]["pass_at_1"] for run in trace["runs"]] == pytest.approx([0.5, 0.6])
     assert trace["before"]["pass_at_1"] == pytest.approx(0.25) and trace["after_bf16"]["pass_at_1"] == pytest.approx(0.4)
 
@@ -83,10 +83,14 @@ def test_a_bf16_rollout_is_its_own_bf16_evaluation(figures: dict[str, Any]) -> N
 def test_every_gap_is_named_for_its_forward(figures: dict[str, Any]) -> None:
     """Medians over steps 1, 2 and 4 of trace; a method without guidance has no guided figure."""
     trace, bf16 = figures["methods"]["trace"]["gaps"], figures["methods"]["bf16"]["gaps"]
-    assert trace["guided"] == trace["training"] == pytest.approx({"k3_kl": 2e-4, "logprob_abs_diff": 2e-3, "logprob_abs_diff_max": 1e-2})
-    assert trace["unguided"] == pytest.approx({"k3_kl": 2e-2, "logprob_abs_diff": 0.2, "logprob_abs_diff_max": 1.0})
+    assert (
+        trace["guided"]
+        == trace["training"]
+        == pytest.approx({"k3_kl": 2e-4, "logprob_abs_diff": 2e-3, "logprob_abs_diff_max": 1e-2, "seeds": 2})
+    )
+    assert trace["unguided"] == pytest.approx({"k3_kl": 2e-2, "logprob_abs_diff": 0.2, "logprob_abs_diff_max": 1.0, "seeds": 2})
     assert bf16["guided"] is None and bf16["unguided"] == bf16["training"] == pytest.approx(
-        {"k3_kl": 1e-5, "logprob_abs_diff": 1e-4, "logprob_abs_diff_max": 5e-4}
+        {"k3_kl": 1e-5, "logprob_abs_diff": 1e-4, "logprob_abs_diff_max": 5e-4, "seeds": 2}
     )
 
 
@@ -102,8 +106,9 @@ def test_collapses(figures: dict[str, Any]) -> None:
     naive = figures["methods"]["naive"]
     assert naive["collapses"] == [{"seed": 0, "step": 4, "reason": "reward"}, {"seed": 1, "step": 2, "reason": "diverged"}]
     assert figures["methods"]["trace"]["collapses"] == [] and naive["runs"][1]["after"] is None
-    # The seed that never got to another evaluation is not part of the rate.
-    assert naive["after"]["pass_at_1"] == pytest.approx(0.05)
+    # The seed that never got to another evaluation is not part of the rate, and the table says so.
+    assert naive["after"]["pass_at_1"] == pytest.approx(0.05) and naive["after"]["seeds"] == 1
+    assert cells(naive)["pass@1 [95 %]"].startswith("0.050 [") and cells(naive)["pass@1 [95 %]"].endswith("] (1 of 2)")
 
 
 def test_the_table_shows_the_figures(figures: dict[str, Any]) -> None:

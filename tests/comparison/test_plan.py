@@ -76,6 +76,7 @@ def test_what_is_common_to_all_runs_exists() -> None:
         (["--methods", "trace,same"], "same: {method: trace}", "trace and same are the same configuration"),
         ([], "a: {steps: 3}", "variant a sets steps, which all runs of a comparison share"),
         ([], "a: {model: {compute_dtype: bf16}}", "variant a sets model.compute_dtype, which all runs"),
+        ([], "a: {rollout: {temperature: 0.5}}", "variant a sets rollout.temperature, which all runs"),
         ([], "qat: {method: qat}", "variant qat has the name of a preset"),
         ([], "a/b: {method: qat}", "variant a/b: the name becomes that of a folder"),
         ([], "a: {}", "variant a sets nothing"),

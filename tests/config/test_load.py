@@ -140,6 +140,9 @@ def test_an_algorithm_stands_below_the_file_and_is_not_undone_by_it() -> None:
     message = refusal(["algorithm.name=trust_band"], written)
     assert "algorithm.name=trust_band on the command line stands for algorithm.clip_high: 0.0004" in message
     assert "remove that line from the file, or add algorithm.clip_high=0.0004" in message
+    unnamed = BASE | {"algorithm": {"clip_high": 0.3}}  # written for the default, whose bound would clip nothing here
+    assert "algorithm.name=gspo on the command line stands for algorithm.clip_high: 0.0004" in refusal(["algorithm.name=gspo"], unnamed)
+    assert from_mapping(unnamed, ["algorithm.name=grpo"]).algorithm.clip_high == 0.3
     resolved = from_mapping(written).model_dump(mode="json")
     assert from_mapping(resolved, ["algorithm.name=gspo"]) == from_mapping(written)
 

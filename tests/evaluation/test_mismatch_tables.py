@@ -38,7 +38,7 @@ def report(errors: dict[str, float], layers: int = 2, length: int = 3) -> dict[s
     limits = {"token_mult_prob_error": {"small": SMALL, "risky": RISKY}}
     precisions = {"nvfp4": entry | {"answer": "nvfp4: cannot be judged"}}
     where = {"policy": "runs/[a]", "task": "task", "split": "test", "cache": None, "engine": "vllm"}
-    return {**where, "limits": limits, "precisions": precisions, "not_executed": {"fp8": "fp8 cannot be measured"}}
+    return {**where, "limits": limits, "precisions": precisions, "not_executed": {"fp8": "fp8 cannot be measured"}, "not_measured": {}}
 
 
 def test_the_rules_come_before_the_answers() -> None:

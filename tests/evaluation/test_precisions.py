@@ -14,7 +14,7 @@ from trace_jax.config import load
 from trace_jax.errors import UserError
 from trace_jax.evaluation import mismatch
 from trace_jax.evaluation.precision_rollout import roll_out
-from trace_jax.evaluation.precisions import METHODS_OF, precision_config, precision_name, precision_overrides
+from trace_jax.evaluation.precisions import METHODS_OF, PRECISIONS, measurable, precision_config, precision_name, precision_overrides
 from trace_jax.evaluation.rollout import _open
 from trace_jax.evaluation.run import pass_rate_at
 from trace_jax.rollout.embedded.engine import EmbeddedEngine
@@ -42,6 +42,24 @@ def test_the_settings_that_reach_a_precision(config_file: Path) -> None:
     reached = load(config_file, precision_overrides(config, "mxfp4").split())
     assert precision_overrides(reached, "mxfp4") == ""
     assert precision_overrides(load(config_file, ["rollout.kv_cache.v=mxfp4"]), "nvfp4").startswith("rollout.weights=nvfp4 ")
+
+
+COMPENSATED = ("method=qat", "rollout.engine=vllm", "rollout.residual_compensation.fraction=0.5")
+
+
+def test_compensation_ends_where_nothing_is_left_over(config_file: Path) -> None:
+    config = load(config_file, COMPENSATED)
+    fractions = {name: precision_config(config, name, "naive").rollout.residual_compensation.fraction for name in PRECISIONS}
+    assert fractions == {"bf16": 0.0, "fp8": 0.0, "nvfp4": 0.5, "mxfp4": 0.5}
+
+
+def test_no_record_follows_a_compensated_rollout(config_file: Path) -> None:
+    plan = {"bf16": ["bf16"], "nvfp4": ["naive", "trace"]}
+    assert measurable(load(config_file, []), plan) == (plan, {})
+    kept, left_out = measurable(load(config_file, COMPENSATED), plan)
+    assert kept == {"bf16": ["bf16"], "nvfp4": ["naive"]} and left_out["trace"].startswith("trace was not measured: no record holds")
+    with pytest.raises(UserError, match="--methods: trace cannot be measured at nvfp4"):
+        measurable(load(config_file, COMPENSATED), {"nvfp4": ["trace"]})
 
 
 @pytest.mark.parametrize("precision", METHODS_OF)

@@ -46,8 +46,8 @@ def test_a_nan_on_a_sampled_token_is_not_hidden(kind, level):
 LEAST = 2.0611537e-9
 LEVELS = {
     # Sequence TIS (verl): min(product, C).
-    Correction("tis", "sequence", 2.0): ([[2.0] * 3, [LEAST, 0, LEAST]], {"rollout_is_ratio_fraction_high": 3 / 5}),
-    Correction("tis", "geometric", 2.0): ([[1.3956124] * 3, [5.302e-7, 0, 5.302e-7]], {"rollout_is_ratio_fraction_high": 0}),
+    Correction("tis", "sequence", 2.0): ([[2.0] * 3, [LEAST, 0, LEAST]], {"rollout_is_seq_ratio_fraction_high": 3 / 5}),
+    Correction("tis", "geometric", 2.0): ([[1.3956124] * 3, [5.302e-7, 0, 5.302e-7]], {"rollout_is_seq_ratio_fraction_high": 0}),
     # Masked importance sampling: the token, or the whole sequence, is dropped above C.
     Correction("mis", "token", 5.0): (
         [[1.0, 0, 0.36787944], [1.1051709, 0, LEAST]],
@@ -55,7 +55,7 @@ LEVELS = {
     ),
     Correction("mis", "sequence", 2.0): (
         [[0, 0, 0], [LEAST, 0, LEAST]],
-        {"rollout_is_ratio_fraction_high": 3 / 5, "rollout_rs_masked_fraction": 3 / 5, "rollout_rs_seq_masked_fraction": 1 / 2},
+        {"rollout_is_seq_ratio_fraction_high": 3 / 5, "rollout_rs_masked_fraction": 3 / 5, "rollout_rs_seq_masked_fraction": 1 / 2},
     ),
     # IcePop: rho within [low, cap], else 0.
     Correction("icepop", "token", 5.0, 0.5): (
@@ -65,7 +65,7 @@ LEVELS = {
     Correction("icepop", "geometric", 2.0, 0.5): (
         [[1.3956124] * 3, [0, 0, 0]],
         {
-            "rollout_is_ratio_fraction_high": 0,
+            "rollout_is_seq_ratio_fraction_high": 0,
             "rollout_is_ratio_fraction_low": 2 / 5,
             "rollout_rs_masked_fraction": 2 / 5,
             "rollout_rs_seq_masked_fraction": 1 / 2,

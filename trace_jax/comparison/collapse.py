@@ -5,7 +5,7 @@ A run has collapsed at the first step at which one of these begins:
 * `reward`: a held-out pass@1 below half of the best before it, its interval below that of the best, and so at the next evaluation too
   (the last evaluation needs no next one);
 * `kl`: the KL (k3) of the forward that trains above `KL_LIMIT` nats per token in each of `LASTING` recorded steps;
-* `gradient`: a gradient norm above `GRADIENT_FACTOR` times its median over the first `LASTING` steps, as long;
+* `gradient`: a gradient norm above `GRADIENT_FACTOR` times the median of the positive ones of the first `LASTING` steps, as long;
 * `diverged`: the run gave up because gradients were no longer finite.
 
 A value that is not finite is above every limit. Published collapses show as the first two (docs/comparison.md).
@@ -74,8 +74,8 @@ def _reward(run: Run, split: str) -> int | None:
 
 def _gradient(run: Run) -> int | None:
     norms = [row["grad_norm"] for row in run.rows if "grad_norm" in row][:LASTING]
-    finite = [norm for norm in norms if math.isfinite(norm)]
-    return _beyond(run, "grad_norm", GRADIENT_FACTOR * median(finite)) if finite else None
+    positive = [norm for norm in norms if math.isfinite(norm) and norm > 0]  # 0 where no group had a signal
+    return _beyond(run, "grad_norm", GRADIENT_FACTOR * median(positive)) if positive else None
 
 
 def _beyond(run: Run, key: str, limit: float) -> int | None:

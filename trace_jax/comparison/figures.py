@@ -98,7 +98,7 @@ def method_figures(config: Config, runs: Sequence[Mapping[str, Any]]) -> dict[st
         **rates,
         "window": runs[0]["window"],
         "gaps": {
-            forward: None if None in (found := [run["gaps"][forward] for run in runs]) else medians(found)
+            forward: medians(found) | {"seeds": len(found)} if (found := [gap for run in runs if (gap := run["gaps"][forward])]) else None
             for forward in ("training", "guided", "unguided")
         },
         "code_agreement": medians([run["code_agreement"] for run in runs]),

@@ -15,7 +15,7 @@ Rate: TypeAlias = Mapping[str, float]
 
 
 def pooled_rate(rates: Sequence[Rate]) -> dict[str, float] | None:
-    """Mean pass rate of the seeds, with the score interval of the answers of all of them together; None without any.
+    """Mean pass rate of the seeds, with the score interval of the answers of all of them together and their number; None without any.
 
     Seeds are few, so their spread is no interval. This one says how exactly the rate of these very policies is known, over prompts and
     answers; how far another seed could be from it shows in the rates of the single seeds.
@@ -24,7 +24,7 @@ def pooled_rate(rates: Sequence[Rate]) -> dict[str, float] | None:
         return None
     rate = fmean(one["pass_at_1"] for one in rates)
     low, high = _pooled_interval([(one["pass_at_1"], one["low"], one["high"]) for one in rates])
-    return {"pass_at_1": rate, "low": low, "high": high, "reward_mean": fmean(one["reward_mean"] for one in rates)}
+    return {"pass_at_1": rate, "low": low, "high": high, "reward_mean": fmean(one["reward_mean"] for one in rates), "seeds": len(rates)}
 
 
 def medians(values: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from trace_jax.comparison.page import write_page
 from trace_jax.comparison.plan import Comparison, PlannedRun
 from trace_jax.comparison.start import existing_start, make_start, start_policy
 from trace_jax.comparison.state import STATE, stored_start, write_state
-from trace_jax.config import Config
+from trace_jax.config import Config, load
 from trace_jax.evaluation.open_policy import OpenPolicy
 from trace_jax.evaluation.run import pass_rate_at
 from trace_jax.files import write_atomic
@@ -172,7 +172,9 @@ class _Work:
         resume = (folder / "config.yaml").exists()
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)  # what a kill left of a start
-        config = config.model_copy(update={"model": config.model.model_copy(update={"source": str(self.start)})})
+        # A run that goes on has its start in its checkpoints; the folder may have moved since, or be named in another way.
+        source = load(folder / "config.yaml").model.source if resume else str(self.start)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"source": source})})
         try:
             return not run_training(config, folder, resume=resume, report=report, shared=shared).stopped
         except Diverged as error:

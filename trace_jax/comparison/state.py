@@ -16,7 +16,7 @@ STATE = "comparison.yaml"
 def write_state(out: Path, comparison: Comparison, start: Path | None) -> None:
     """Stores the configs of all variants, the seeds, and the start (null: `cold-start` in the folder)."""
     state = {
-        "start": None if start is None else str(start),
+        "start": None if start is None else str(start.absolute()),
         "seeds": list(comparison.seeds),
         "methods": {name: config.model_dump(mode="json") for name, config in comparison.variants.items()},
     }

@@ -20,12 +20,12 @@ LAYERS = 4
 
 def cells(entry: Mapping[str, Any]) -> dict[str, str]:
     """The texts of one entry of `comparison.json`, of a method or of one of its runs, by column; a label may have two lines."""
-    gaps = entry["gaps"]
+    gaps, seeds = entry["gaps"], len(entry.get("runs", ()))
     return {
-        RATE: _rate(entry["after"], interval=True),
-        "at\nbf16": _rate(entry["after_bf16"]),
-        "KL\nguided": _gap(gaps["guided"], "k3_kl", "{:.1e}"),
-        "KL\nunguided": _gap(gaps["unguided"], "k3_kl", "{:.1e}"),
+        RATE: _rate(entry["after"], interval=True) + _share(entry["after"], seeds),
+        "at\nbf16": _rate(entry["after_bf16"]) + _share(entry["after_bf16"], seeds),
+        "KL\nguided": _gap(gaps["guided"], "k3_kl", "{:.1e}") + _share(gaps["guided"], seeds),
+        "KL\nunguided": _gap(gaps["unguided"], "k3_kl", "{:.1e}") + _share(gaps["unguided"], seeds),
         "max\ngap": _gap(gaps["unguided"], "logprob_abs_diff_max", "{:.3f}"),
         "equal\ncodes, %": _depth(entry["code_agreement"]),
         "collapse": _collapse(entry),
@@ -100,6 +100,11 @@ def _rate(rate: Mapping[str, float] | None, *, interval: bool = False) -> str:
     if rate is None:
         return NONE
     return f"{rate['pass_at_1']:.3f}" + (f" [{rate['low']:.3f}, {rate['high']:.3f}]" if interval else "")
+
+
+def _share(figure: Mapping[str, float] | None, seeds: int) -> str:
+    """Says where a figure of a method is not that of all its seeds, since some of them gave up."""
+    return f" ({figure['seeds']} of {seeds})" if figure and figure.get("seeds", seeds) != seeds else ""
 
 
 def _gap(gap: Mapping[str, float] | None, figure: str, form: str) -> str:

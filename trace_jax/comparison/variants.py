@@ -20,7 +20,10 @@ Variants: TypeAlias = dict[str, tuple[str, ...]]
 DEFAULT = ("bf16", "naive", "qat", "trace")
 """Methods that are compared when none is named."""
 
-COMMON = ("model", "tokenizer", "task", "sft", "calibration", "eval", "checkpoint", "loggers", "steps", "seed")
+COMMON = (
+    *("model", "tokenizer", "task", "sft", "calibration", "eval", "checkpoint", "loggers", "steps", "seed"),
+    *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.max_new_tokens", "rollout.max_prompt_tokens"),
+)
 """Sections and keys that all runs share: who starts or is measured in another way cannot be compared."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -75,6 +78,6 @@ def _settings(file: Path, name: str, keys: Any) -> tuple[str, ...]:
     if not isinstance(keys, Mapping) or not keys:
         raise UserError(f"{where} sets nothing; write config keys such as `{{method: trace, guidance: {{layers: 'last:1'}}}}`")
     for key, _ in leaves(keys):
-        if key.split(".")[0] in COMMON:
+        if any(key == common or key.startswith(f"{common}.") for common in COMMON):
             raise UserError(f"{where} sets {key}, which all runs of a comparison share; write it into the config instead")
     return tuple(f"{key}={json.dumps(value)}" for key, value in leaves(keys))

@@ -23,10 +23,13 @@ from trace_jax.config.keys import leaves, nearest_key, overlay, unknown_key, val
 from trace_jax.config.layer_spec import resolve_layers as resolve_layers  # part of this module's interface
 from trace_jax.config.presets import algorithm_preset, preset
 from trace_jax.config.schema import Config, TaskSection
+from trace_jax.config.training_sections import AlgorithmSection
 from trace_jax.config.yaml_text import dump_yaml, parse_yaml
 from trace_jax.errors import UserError
 
 COMMAND_LINE = "on the command line"
+
+_PRESETS = {"method": Config.model_fields["method"].default, "algorithm.name": AlgorithmSection.model_fields["name"].default}
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, stated: str = COMMAND_LINE) -> Config:
@@ -74,7 +77,7 @@ def from_mapping(
         near = nearest_key(wrong)
         hint = f"did you mean {near}?" if near else "remove it; trace-jax train CONFIG --dry-run then prints every key"
         raise UserError(f"{wrong} ({origin.of(wrong)}) is not a known key; {hint}")
-    below = preset(merged.get("method", "trace"))
+    below = preset(merged.get("method", _PRESETS["method"]))
     _refuse_contradiction("method", below, base, merged, dict(parsed), origin)
     algorithm = algorithm_preset(value_at(overlay(below, merged), "algorithm.name")[1])
     _refuse_contradiction("algorithm.name", algorithm, base, merged, dict(parsed), origin)
@@ -145,9 +148,9 @@ def _refuse_contradiction(
       chosen: what its value stands for.
       base, merged: what the file says, and what it says with the overrides.
     """
-    now = value_at(merged, preset_key)[1]
-    was_set, before = value_at(base, preset_key)
-    if not was_set or now == before:
+    stated = (value_at(base, preset_key), value_at(merged, preset_key))
+    before, now = (value if is_set else _PRESETS[preset_key] for is_set, value in stated)
+    if now == before:
         return
     for key, value in leaves(chosen):
         is_set, written = value_at(base, key)

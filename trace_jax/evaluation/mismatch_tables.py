@@ -35,7 +35,7 @@ def print_mismatch(report: Mapping[str, Any]) -> None:
         layers = _layers(precision, entry["methods"])
         if layers is not None:
             console.print(layers)
-    for line in (*report["not_executed"].values(), *answers(report)):
+    for line in (*report["not_executed"].values(), *report["not_measured"].values(), *answers(report)):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 

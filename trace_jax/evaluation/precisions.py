@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trace_jax.config import METHODS, Config, from_mapping
 from trace_jax.config.keys import leaves, overlay
 from trace_jax.errors import UserError
-from trace_jax.quantization.plan import RECORDED_SITES
+from trace_jax.quantization.plan import BLOCK_FORMATS, RECORDED_SITES
 from trace_jax.rollout.engine import Capabilities
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -34,14 +35,35 @@ def require_precision(precision: str) -> None:
 def precision_config(config: Config, precision: str, method: str) -> Config:
     """The config with the rollout at a precision and the trainer as a method says, at every site.
 
+    A precision that leaves no residual has no residual compensation either.
+
     Raises:
-      UserError: there is no such precision.
+      UserError: there is no such precision, or the method is guided and the rollout compensates residuals.
     """
     require_precision(precision)
     method = "bf16" if precision == "bf16" else method
     # A preset counts on the default sites; the run's own may lack one that the preset guides.
     keys = overlay(METHODS[method], {"guidance": {"sites": list(RECORDED_SITES)}})
+    if precision not in BLOCK_FORMATS:
+        keys = overlay(keys, {"rollout": {"residual_compensation": {"fraction": 0.0}}})
     return from_mapping(overlay(config.model_dump(mode="json"), overlay(keys, PRECISIONS[precision])) | {"method": method})
+
+
+def measurable(config: Config, plan: Mapping[str, Sequence[str]]) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The methods of each precision that can follow the config's rollout, and why others cannot, by method.
+
+    Raises:
+      UserError: nothing is left at a precision.
+    """
+    guided = {name for name, keys in METHODS.items() if keys["train_quant"]["activations"] == "guided"}
+    if config.rollout.residual_compensation.fraction == 0:
+        guided = set()
+    kept = {precision: [name for name in methods if name not in guided] for precision, methods in plan.items()}
+    reason = "no record holds what rollout.residual_compensation adds; set its fraction to 0.0 to measure this method"
+    for precision, methods in kept.items():
+        if not methods:
+            raise UserError(f"--methods: {', '.join(plan[precision])} cannot be measured at {precision}: {reason}")
+    return kept, {name: f"{name} was not measured: {reason}" for methods in plan.values() for name in methods if name in guided}
 
 
 def precision_overrides(config: Config, precision: str) -> str:

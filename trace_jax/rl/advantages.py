@@ -54,7 +54,7 @@ def group_advantages(
 
 
 def groups_with_signal(rewards: Float32[np.ndarray, " B"], group: Int64[np.ndarray, " B"]) -> Int64[np.ndarray, " G"]:
-    """Ids of the groups whose valid rewards are not all equal, ascending: those with an advantage other than 0."""
+    """Ids of the groups whose valid rewards are not all equal, ascending: those that these rewards give an advantage other than 0."""
     found = [group[rows[0]] for rows in _valid_groups(rewards, group) if rewards[rows].min() != rewards[rows].max()]
     return np.asarray(found, np.int64)
 

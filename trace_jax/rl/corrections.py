@@ -28,6 +28,15 @@ from trace_jax.rl.sequences import sequence_sums
 CorrectionKind: TypeAlias = Literal["none", "tis", "mis", "icepop"]
 
 
+CORRECTION_FIGURES = _SEQUENCES_HIGH, _LOW, _MASKED, _SEQUENCES_MASKED = (
+    "rollout_corr/rollout_is_seq_ratio_fraction_high",
+    "rollout_corr/rollout_is_ratio_fraction_low",
+    "rollout_corr/rollout_rs_masked_fraction",
+    "rollout_corr/rollout_rs_seq_masked_fraction",
+)
+"""What `correction_stats` reports, of the weights that trained: a forward without guidance has no twin of it."""
+
+
 class Correction(NamedTuple):
     """The keyword arguments of `rollout_weights`; `low` belongs to `icepop`."""
 
@@ -92,13 +101,12 @@ def correction_stats(
     segment_ids: Int[Array, "B T"] | None,
     correction: Correction,
 ) -> Stats:
-    """What the correction did, beyond `mismatch_stats`, which has the figures of the truncated token weight.
+    """What the correction did, beyond `mismatch_stats`, which has the figures of the token ratio.
 
     Returns:
-        `rollout_corr/rollout_is_ratio_fraction_high`, where the level is not the token: share of tokens whose rho at that level is above
-        the cap. `rollout_corr/rollout_is_ratio_fraction_low`, of `icepop`: the same below `low`.
-        `rollout_corr/rollout_rs_masked_fraction` and `rollout_corr/rollout_rs_seq_masked_fraction`, of `mis` and `icepop`: share of
-        tokens with weight 0, and of sequences with such a token.
+        The first of `CORRECTION_FIGURES` where the level is not the token: share of tokens whose rho at that level is above the cap. The
+        second, of `icepop`: the same below `low`. The others, of `mis` and `icepop`: share of tokens with weight 0, and of sequences with
+        such a token.
     """
     stats: Stats = {}
     if correction.kind == "none":
@@ -110,15 +118,15 @@ def correction_stats(
         return WeightedMetric(jnp.sum((chosen & mask).astype(jnp.float32)), tokens)
 
     if correction.level != "token":
-        stats["rollout_corr/rollout_is_ratio_fraction_high"] = share(ratio > correction.cap)
+        stats[_SEQUENCES_HIGH] = share(ratio > correction.cap)
     if correction.kind == "icepop":
-        stats["rollout_corr/rollout_is_ratio_fraction_low"] = share(ratio < correction.low)
+        stats[_LOW] = share(ratio < correction.low)
     if correction.kind in ("mis", "icepop"):
         masked = mask & (weights == 0.0)
         hit = (sequence_sums(masked.astype(jnp.int32), segment_ids) > 0).astype(jnp.float32)
         sequences = (sequence_sums(mask.astype(jnp.int32), segment_ids) > 0).astype(jnp.int32)
-        stats["rollout_corr/rollout_rs_masked_fraction"] = share(masked)
-        stats["rollout_corr/rollout_rs_seq_masked_fraction"] = WeightedMetric(jnp.sum(hit), jnp.sum(sequences))
+        stats[_MASKED] = share(masked)
+        stats[_SEQUENCES_MASKED] = WeightedMetric(jnp.sum(hit), jnp.sum(sequences))
     return stats
 
 

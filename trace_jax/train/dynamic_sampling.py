@@ -4,7 +4,7 @@
 2. With `algorithm.filter_groups`, again until `prompts_per_step` groups have a signal (rewards of the task that are not all equal), at
    most `max_num_gen_batches` times.
 3. Train on the first `prompts_per_step` groups with a signal; on fewer where the limit came first. If no group has one, on the first
-   batch, whose advantages are all 0.
+   batch, in which only the penalty of overlong answers can make an advantage.
 
 Source: DAPO (arXiv 2503.14476), section 3.2; names as in verl. Every answer stays in the figures of the step and in its file, so that
 neither is biased by the choice. What a step takes from the stream depends on the answers, so it is counted and saved.

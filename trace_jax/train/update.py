@@ -16,6 +16,7 @@ from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.weights import with_rounded_experts
 from trace_jax.rl.aggregation import Aggregation, batch_total, sequence_divisors
+from trace_jax.rl.corrections import CORRECTION_FIGURES
 from trace_jax.rollout.micro_batches import MicroBatch, length_buckets, plan_micro_batches
 from trace_jax.rollout.trajectories import Trajectories, token_rows
 from trace_jax.train.batches import make_batch
@@ -165,4 +166,4 @@ def _require_routes(trajectories: Trajectories, chosen: Int64[np.ndarray, " S"])
 
 
 def _is_mismatch(name: str) -> bool:
-    return name.startswith(("rollout_corr/", "train_rollout_logprob", "token_mult_prob_error"))
+    return name.startswith(("rollout_corr/", "train_rollout_logprob", "token_mult_prob_error")) and name not in CORRECTION_FIGURES

@@ -26,6 +26,7 @@ class Digest:
 
 
 def _row_and_column_sums(data: np.ndarray) -> bytes:
+    # The trainer's `row_and_column_sums`, which a worker without jax cannot import.
     words = data[: data.size - data.size % 8192].view(np.uint64).reshape(-1, 1024)
     rows, columns = np.empty(len(words), np.uint64), np.zeros(1024, np.uint64)
     for start in range(0, len(words), 32):
