@@ -73,6 +73,7 @@ def test_eval_at_every_precision(folder: Path, capsys: pytest.CaptureFixture[str
     assert 0 <= result["low"] <= result["pass_at_1"] <= result["high"] <= 1
 
 
+@pytest.mark.slow
 def test_eval_repeats_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (run_json(capsys, "eval", folder / "run") for _ in range(2))
     assert first == second

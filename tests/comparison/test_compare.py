@@ -185,6 +185,7 @@ class Killed(BaseException):
     """Ends the program in place of a kill: nothing is saved after it."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_killed_and_stopped_and_resumed_it_is_the_same(
     finished: Finished, config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

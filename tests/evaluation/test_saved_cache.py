@@ -69,6 +69,7 @@ def test_verdicts_and_prompts_are_those_of_the_rollout(
     assert found.reward_mean == pytest.approx((0.7 + 2 * 0.9) / 3)
 
 
+@pytest.mark.slow
 def test_a_cache_has_the_precision_it_was_written_at(opened: OpenPolicy, config_file: Path, tmp_path: Path) -> None:
     cache = saved(config_file, tmp_path / "cache", *MXFP4)
     assert cached_rollout(opened, cache).precision == "mxfp4" == read_origin(cache).precision

@@ -69,8 +69,7 @@ def test_total_counts_every_byte_of_every_array(num_tokens, kind, per_token, fla
     assert record.blank(0).bytes_per_token()["constants"] == 0
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 40), st.integers(0, 3), st.integers(0, 99))
+@given(st.sampled_from((1, 2, 7, 8, 9, 33)), st.integers(0, 3), st.integers(0, 99))  # each shape is compiled
 def test_t7_low_bits_of_codes(size, rows, seed):
     codes = np.random.default_rng(seed).integers(0, 16, (rows, 2, size), dtype=np.uint8)
     np.testing.assert_array_equal(code_low_bits(pack(codes, 4), size), pack(codes & 1, 1))

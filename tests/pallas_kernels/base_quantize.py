@@ -65,7 +65,7 @@ class QuantizeBase:
         finite = np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), BF16))
         self.check(finite, fmt)
 
-    @pytest.mark.parametrize("dtype", (np.float16, BF16), ids=("float16", "bfloat16"))
+    @pytest.mark.parametrize("dtype", (pytest.param(np.float16, id="float16", marks=pytest.mark.slow), pytest.param(BF16, id="bfloat16")))
     @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
     def test_a_fused_producer_changes_no_byte(self, fmt, dtype):
         """XLA may drop a producer's rounding to its dtype (`xla_allow_excess_precision`); the codes are those of the stored array."""
@@ -150,7 +150,7 @@ class QuantizeBase:
         self.check(x, NVFP4)
 
     @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-    @pytest.mark.parametrize("beyond", (-1, 0, 1))
+    @pytest.mark.parametrize("beyond", (pytest.param(-1, marks=pytest.mark.slow), 0, 1))
     def test_sync_05_sizes_around_the_block(self, fmt, beyond):
         size = 2 * fmt.block + beyond
         x = cases.normal((3, size), size)

@@ -44,6 +44,7 @@ def test_guided_every_pattern_under_every_scale_byte(bit, multiplier):
         assert mismatches(*both_guided(x, record, scales, np.ones(64, bool), multiplier, multiplier)) == 0
 
 
+@pytest.mark.slow
 def test_guided_rows_without_a_record_and_other_multipliers():
     """Random records and scales, half of the rows not valid; multipliers within and beyond what the rule serves."""
     rng = np.random.default_rng(1)
@@ -60,7 +61,9 @@ def test_guided_rows_without_a_record_and_other_multipliers():
 
 
 @every_e8m0_byte
-@pytest.mark.parametrize(("kind", "per_byte"), (("mantissa", 8), ("codes", 2), ("scales", None)))
+@pytest.mark.parametrize(
+    ("kind", "per_byte"), (("mantissa", 8), *(pytest.param(*kind, marks=pytest.mark.slow) for kind in (("codes", 2), ("scales", None))))
+)
 def test_guided_every_magnitude_under_e8m0_bytes(kind, per_byte, bytes_):
     """32,768 magnitudes in random signs under each, with random records and, bit by bit, their opposite."""
     magnitudes = np.broadcast_to(PATTERNS.view(np.uint16)[:0x8000], (len(bytes_), 0x8000))

@@ -33,7 +33,7 @@ def test_nearest_code(fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize(("bit", "known"), ((0, True), (1, True), (0, False)))
+@pytest.mark.parametrize(("bit", "known"), ((0, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, True), (0, False)))))
 def test_code_with_a_low_bit(fmt, bit, known):
     a, step = inputs(fmt)
     positive = np.asarray(step)[0] > 0

@@ -210,6 +210,7 @@ def test_unreadable_runs_are_user_errors(tmp_path, trace_run):
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_written_keeps_the_old_one(tmp_path, trace_run, monkeypatch):
     out = tmp_path / "report.html"
     out.write_bytes(b"old")

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from trace_jax.cli.app import main
 
 
+@pytest.mark.slow
 def test_a_comparison_leaves_the_page_of_its_first_run(tmp_path, capsys):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()

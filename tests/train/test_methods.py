@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "stale batch": ("method=trace", "train.updates_per_batch=2", "sync.max_staleness=1"),
     "rare sync": ("method=trace", "sync.every=2", "sync.max_staleness=1"),
 }
-QUICK = ("bf16", "naive", "qat", "trace")
+QUICK = ("bf16", "trace")
 SHORT = ("steps=2", "eval.every=0", "guidance.audit.every=0", "train.unguided_every=1")
 
 ONE_BIT = {"expert_input": 32 // 8 + 32 // 16, "k": 16 // 8 + 16 // 16, "v": 16 // 8 + 16 // 16}

@@ -75,7 +75,9 @@ WHOLE_SEQUENCES = replace(
 """A ratio, a weight and, with the mean of means, a divisor for each sequence."""
 
 
-@pytest.mark.parametrize(("spec", "aggregation"), [(SPEC, "token_mean"), (WHOLE_SEQUENCES, "seq_mean_token_mean")])
+@pytest.mark.parametrize(
+    ("spec", "aggregation"), [(SPEC, "token_mean"), pytest.param(WHOLE_SEQUENCES, "seq_mean_token_mean", marks=pytest.mark.slow)]
+)
 def test_route_10_logp_08_len_04_packed_updates_equal_unpacked_ones(case, spec, aggregation):
     packed, plain = measured(case, UpdateSettings, spec, aggregation), measured(case, OneSequenceARow, spec, aggregation)
     np.testing.assert_allclose(packed.logp, plain.logp, atol=1e-5)

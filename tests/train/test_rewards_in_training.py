@@ -79,6 +79,7 @@ def test_rew_01_failing_answers_are_counted_and_left_out(config, judge, tmp_path
     assert len(shown) == 1 and f"task.reward training_judge:{reward} failed on the prompt" in shown[0] and reason in shown[0]
 
 
+@pytest.mark.slow
 def test_rew_01_a_reward_that_fails_from_the_start_ends_the_run(config, judge, tmp_path):
     (judge / "broken").touch()
     with pytest.raises(UserError) as caught:
