@@ -20,14 +20,15 @@ class Source(NamedTuple):
       whole: arrays that every program may read.
       read: loads what belongs to the program's groups, given the refs of both. Apart, since a load behind a wait halves the speed: a body
         reads everything before it computes.
-      octets: from that to the octets of the groups, in the dtype or, holding values of the dtype, in float32.
+      octets: from that to the octets of the groups, a list for each part of the rows, in the dtype or, holding values of the dtype, in
+        float32.
       dtype: of the tensor.
     """
 
     tiles: tuple[Array, ...]
     whole: tuple[Array, ...]
     read: Callable[[Any, Any], Any]
-    octets: Callable[[Any], list[Float[Array, "n 8"]]]
+    octets: Callable[[Any], list[list[Float[Array, "n 8"]]]]
     dtype: DTypeLike
 
 
@@ -35,9 +36,9 @@ def stored(x: Float[Array, "*rows d"], groups: Groups) -> Source:
     """A tensor in memory."""
 
     def read(tiles, whole):
-        return [tiles[0][:, octet] for octet in octets(tiles[0])]
+        return [groups.load(tiles[0], octet) for octet in octets(groups.fmt.block)]
 
-    return Source((groups.from_last(x, groups.fmt.block),), (), read, lambda parts: parts, x.dtype)
+    return Source((groups.from_last(x, groups.fmt.block),), (), read, lambda loaded: [loaded], x.dtype)
 
 
 def split_halves(x: Float[Array, "*s"]) -> tuple[UInt16[Array, "*s"], UInt16[Array, "*s"]]:

@@ -18,25 +18,28 @@ from pallas_kernels.words import bytes_word, word_codes
 def _body(codes_ref, scales_ref, *refs, fmt: BlockFormat, groups: Groups):
     *multiplier_ref, out_ref = refs
     # Read before anything waits, so that all loads are under way at once.
-    packed = [codes_ref[:, part] for part in octets(codes_ref)]
+    packed = [groups.load(codes_ref, part) for part in octets(fmt.block // 2)]
     scales = scales_ref[...].astype(jnp.int32)
     multiplier = groups.of_rows(multiplier_ref[0]) if fmt.has_multiplier else None
 
     def general():
         factor, pre = decode_terms(scales[:, None], None if multiplier is None else multiplier[:, None])
-        for octet in octets(out_ref):
+        out = []
+        for octet in octets(fmt.block):
             codes = word_codes(bytes_word(codes_ref[:, octet.start // 2 : octet.stop // 2]))
-            out_ref[:, octet] = stored_value(e2m1_magnitude(codes & 7), codes << 28, factor, pre, out_ref.dtype)
+            out.append(stored_value(e2m1_magnitude(codes & 7), codes << 28, factor, pre, out_ref.dtype))
+        return out
 
     def in_pairs():
         factors = pairwise.constants(scales, multiplier)
-        for number, octet in enumerate(octets(out_ref)):
-            out_ref[:, octet] = pairs.expand(pairwise.decoded, packed[number // 2], number % 2, factors, groups.interpret)
+        numbers = range(fmt.block // 8)
+        return [pairs.expand(pairwise.decoded, packed[number // 2], number % 2, factors, groups.interpret) for number in numbers]
 
     if out_ref.dtype == jnp.bfloat16 and fmt.block >= 16:
-        jax.lax.cond(pairwise.fits(scales, multiplier), in_pairs, general)
+        out = jax.lax.cond(pairwise.fits(scales, multiplier), in_pairs, general)
     else:
-        general()
+        out = general()
+    groups.store(out_ref, [out])
 
 
 @functools.partial(jax.jit, static_argnames=("size", "fmt", "dtype", "interpret"))
@@ -51,7 +54,7 @@ def dequantize(
 ) -> Float[Array, "*rows d"]:
     """The values in `dtype`, as the reference. Raises NotImplementedError (see `groups.plan`)."""
     groups = plan((*codes.shape[:-1], size), fmt, interpret)
-    inputs = [groups.from_last(codes, fmt.block // 2), groups.from_last(scales, 1)[:, 0]]
+    inputs = [groups.from_last(codes, fmt.block // 2), groups.from_last(scales, 1)]
     whole = [] if multiplier is None else [groups.row_values(multiplier)]
     body = functools.partial(_body, fmt=fmt, groups=groups)
     (out,) = groups.call(body, inputs, [groups.out(fmt.block, dtype)], whole)

@@ -9,20 +9,24 @@ from jaxtyping import Array, Float
 from pallas_kernels.arithmetic import float_bits, magnitude_bits, stored_value
 from pallas_kernels.fake_quant.rule import nearest_terms
 from pallas_kernels.formats import BlockFormat
-from pallas_kernels.groups import Groups, block_amax, octets, plan, rounding_of
+from pallas_kernels.groups import Groups, block_amax, plan, rounding_of
 from pallas_kernels.sources import Source, stored
 
 
 def _body(tiles, whole, *refs, source: Source, groups: Groups):
     *multiplier_ref, out_ref = refs
-    loaded = source.read(tiles, whole)
     multiplier = groups.of_rows(multiplier_ref[0])[:, None] if multiplier_ref else None
-    parts = [part.astype(jnp.float32) for part in source.octets(loaded)]
-    magnitudes = [magnitude_bits(x) for x in parts]
-    amax = block_amax(magnitudes)
-    for octet, x, magnitude in zip(octets(out_ref), parts, magnitudes, strict=True):
-        value, factor, pre = nearest_terms(magnitude, amax, multiplier, groups.fmt, rounding_of(out_ref.dtype))
-        out_ref[:, octet] = stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
+    loaded = source.read(tiles, whole)
+
+    def block(octets):
+        values = [octet.astype(jnp.float32) for octet in octets]
+        magnitudes = [magnitude_bits(x) for x in values]
+        amax = block_amax(magnitudes)
+        for x, magnitude in zip(values, magnitudes, strict=True):
+            value, factor, pre = nearest_terms(magnitude, amax, multiplier, groups.fmt, rounding_of(out_ref.dtype))
+            yield stored_value(value, float_bits(x), factor, pre, out_ref.dtype)
+
+    groups.store(out_ref, [list(block(octets)) for octets in source.octets(loaded)])
 
 
 def rounded(source: Source, groups: Groups, multiplier: Float[Array, "*#rows"] | None) -> Float[Array, "*rows d"]:

@@ -17,7 +17,7 @@ from pallas_kernels.words import signed_word, word_bytes
 
 def _body(x_ref, *refs, fmt: BlockFormat, groups: Groups):
     *multiplier_ref, codes_ref, scales_ref = refs
-    parts = [x_ref[:, octet] for octet in octets(x_ref)]
+    parts = [groups.load(x_ref, octet) for octet in octets(fmt.block)]
     multiplier = groups.of_rows(multiplier_ref[0]) if fmt.has_multiplier else None
 
     def general():
@@ -62,4 +62,4 @@ def quantize(
     outputs = [groups.out(fmt.block // 2, jnp.uint8), groups.out(1, jnp.uint8)]
     whole = [] if multiplier is None else [groups.row_values(multiplier)]
     codes, scales = groups.call(functools.partial(_body, fmt=fmt, groups=groups), [groups.from_last(x, fmt.block)], outputs, whole)
-    return groups.to_last(codes, fmt.codes_bytes(groups.size)), groups.to_last(scales[:, None], groups.blocks)
+    return groups.to_last(codes, fmt.codes_bytes(groups.size)), groups.to_last(scales, groups.blocks)

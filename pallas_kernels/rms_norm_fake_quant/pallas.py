@@ -22,16 +22,15 @@ def normalized(x: Float[Array, "*rows d"], weight: Float[Array, " d"], inverse_r
 
     def read(tiles, whole):
         high_ref, low_ref, inverse_ref = whole
-        slices = octets(tiles[0])
-        parts = [tiles[0][:, octet] for octet in slices]
+        slices = octets(groups.fmt.block)
+        parts = [groups.load(tiles[0], octet) for octet in slices]
         halves = [(groups.of_columns(high_ref, octet), groups.of_columns(low_ref, octet)) for octet in slices]
         return parts, halves, groups.of_rows(inverse_ref)[:, None]
 
     def values(loaded):
         parts, halves, inverse = loaded
-        return [
-            nearest_bf16(scaled(part.astype(jnp.float32), inverse, join_halves(*half))) for part, half in zip(parts, halves, strict=True)
-        ]
+        scaled_parts = [scaled(part.astype(jnp.float32), inverse, join_halves(*half)) for part, half in zip(parts, halves, strict=True)]
+        return [[nearest_bf16(part) for part in scaled_parts]]
 
     whole = (
         *split_halves(pad_last(flushed(weight.astype(jnp.float32)), groups.blocks * groups.fmt.block)),

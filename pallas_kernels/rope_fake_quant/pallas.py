@@ -1,6 +1,6 @@
-"""The rotation as a source of the rounding kernels: the halves of a head meet in registers, and only the rounded values are written.
+"""The rotation as a source of the rounding kernels, which write only the rounded values.
 
-Both values of a pair are needed twice, by the group of the one and by that of the other; the second time the cache has them.
+A thread has the two blocks of a head that rotate with each other. So it reads every value, cosine and sine once.
 """
 
 import functools
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, BFloat16, Float
 
 from pallas_kernels.arithmetic import nearest_bf16
@@ -16,37 +17,57 @@ from pallas_kernels.formats import BlockFormat
 from pallas_kernels.groups import Groups, octets, plan
 from pallas_kernels.guided_fake_quant import pallas as guided
 from pallas_kernels.rope_fake_quant.rule import turned
-from pallas_kernels.sources import Source, join_halves, require_bfloat16, split_halves
+from pallas_kernels.sources import Source, require_bfloat16
 
 
 def rotated(
     x: BFloat16[Array, "*tokens heads head_dim"], cos: Float[Array, "*tokens half"], sin: Float[Array, "*tokens half"], groups: Groups
 ) -> Source:
-    """The rotated heads of x."""
+    """The rotated heads of x, which the groups cut into halves."""
     heads, half = x.shape[-2], x.shape[-1] // 2
-    tile = groups.from_last(x, groups.fmt.block)
 
     def read(tiles, whole):
-        x_ref, *table_refs = whole
-        parts = []
-        for octet in octets(tiles[0]):
+        loaded = []
+        for octet in octets(groups.fmt.block):
             row, column = groups.places(octet)
-            second = column >= half
-            other = groups.octet_at(x_ref, row * (2 * half) + jnp.where(second, column - half, column + half))
-            place = jax.lax.div(row, heads) * half + jnp.where(second, column - half, column)
-            parts.append((tiles[0][:, octet], other, second, [groups.octet_at(ref, place) for ref in table_refs]))
-        return parts
+            place = jax.lax.div(row, heads) * half + column
+            pair = [groups.load(tiles[0], octet, part) for part in range(2)]
+            loaded.append([*pair, *(groups.octet_at(table, place) for table in whole)])
+        return loaded
 
-    def values(parts):
-        out = []
-        for own, other, second, (cos_high, cos_low, sin_high, sin_low) in parts:
-            sin = join_halves(sin_high, sin_low)
-            sin = jnp.where(second[:, None], sin, -sin)
-            out.append(nearest_bf16(turned(own.astype(jnp.float32), other.astype(jnp.float32), join_halves(cos_high, cos_low), sin)))
-        return out
+    def values(loaded):
+        blocks = [[], []]
+        for first, second, cos, sin in loaded:
+            first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+            if groups.interpret:
+                both = nearest_bf16(turned(first, second, cos, -sin)), nearest_bf16(turned(second, first, cos, sin))
+            else:
+                both = _turned("sub", first, second, cos, sin), _turned("add", second, first, cos, sin)
+            for block, octet in zip(blocks, both, strict=True):
+                block.append(octet)
+        return blocks
 
-    tables = (*split_halves(cos.reshape(-1)), *split_halves(sin.reshape(-1)))
-    return Source((tile,), (tile.reshape(-1), *tables), read, values, x.dtype)
+    return Source((groups.from_last(x, groups.fmt.block),), (cos.reshape(-1), sin.reshape(-1)), read, values, x.dtype)
+
+
+def _turned(
+    operation: str, own: Float[Array, "n 8"], other: Float[Array, "n 8"], cos: Float[Array, "n 8"], sin: Float[Array, "n 8"]
+) -> BFloat16[Array, "n 8"]:
+    """`turned`, or its difference, rounded to bfloat16, in a third of the instructions: a GPU's sum can flush what it takes, and what it
+    gives, which is exact where it is subnormal; and a cast takes two values.
+    """
+    lines = ["{", ".reg .f32 p, q, s<2>;"]
+    for lane in range(2):
+        x, y, c, s = (f"${1 + 2 * operand + lane}" for operand in range(4))
+        lines += [f"mul.rn.f32 p, {x}, {c};", f"mul.rn.f32 q, {y}, {s};", f"{operation}.rn.ftz.f32 s{lane}, p, q;"]
+    (out,) = pltriton.elementwise_inline_asm(
+        "\n".join([*lines, "cvt.rn.bf16x2.f32 $0, s1, s0;", "}"]),
+        args=[own, other, cos, sin],
+        constraints=",".join(["=r"] + ["f"] * 8),
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(own.shape, jnp.bfloat16)],
+    )
+    return out
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "fmt", "interpret"))
@@ -61,12 +82,19 @@ def rope_fake_quant(
 ) -> Float[Array, "*tokens heads head_dim"]:
     """The rounded rotation, as the reference.
 
-    Raises NotImplementedError (see `groups.plan`), also for x that is not bfloat16, and for heads that are no whole blocks or whose halves
-    are no whole octets.
+    Raises NotImplementedError (see `groups.plan`), also for x that is not bfloat16, and for heads whose halves are not whole blocks.
     """
     require_bfloat16(x)
-    if x.shape[-1] % fmt.block or x.shape[-1] % 16:
-        raise NotImplementedError(f"the kernel turns heads of whole blocks and octets, not of {x.shape[-1]} values")
-    groups = plan(x.shape, fmt, interpret)
+    groups = plan_halves(x.shape, fmt, interpret)
     source = rotated(x, cos, sin, groups)
     return nearest.rounded(source, groups, *rounding) if kind is None else guided.rounded(source, groups, kind, *rounding)
+
+
+def plan_halves(shape: tuple[int, ...], fmt: BlockFormat, interpret: bool | None) -> Groups:
+    """The groups of heads [*tokens, heads, head_dim]. Raises NotImplementedError as `rope_fake_quant` does."""
+    if shape[-1] % (2 * fmt.block):
+        raise NotImplementedError(
+            f"the kernel turns a block of the first half of a head with one of the second, and halves of {shape[-1] // 2} values are not "
+            f"whole blocks of {fmt.block} ({fmt.name}); take implementation='reference' or None"
+        )
+    return plan(shape, fmt, interpret, parts=2)

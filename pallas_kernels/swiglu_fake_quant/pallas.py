@@ -18,10 +18,10 @@ def activated(gate: BFloat16[Array, "*rows d"], up: BFloat16[Array, "*rows d"], 
     """The SwiGLU of two projections."""
 
     def read(tiles, whole):
-        return [[ref[:, octet] for ref in tiles] for octet in octets(tiles[0])]
+        return [[groups.load(ref, octet) for ref in tiles] for octet in octets(groups.fmt.block)]
 
     def values(pairs):
-        return [nearest_bf16(gated(*(part.astype(jnp.float32) for part in pair))) for pair in pairs]
+        return [[nearest_bf16(gated(*(part.astype(jnp.float32) for part in pair))) for pair in pairs]]
 
     return Source(tuple(groups.from_last(x, groups.fmt.block) for x in (gate, up)), (), read, values, gate.dtype)
 

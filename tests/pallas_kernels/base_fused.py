@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import MXFP4, NVFP4, oracle, rms_norm_fake_quant, swiglu_fake_quant
-from pallas_kernels.groups import octets, plan
+from pallas_kernels.groups import plan
 from pallas_kernels.rms_norm_fake_quant import rule
 from pallas_kernels.rms_norm_fake_quant.pallas import normalized
 from pallas_kernels.swiglu_fake_quant.pallas import activated
@@ -130,8 +130,8 @@ def produced(make, groups):
         source = make(*arrays, groups)
 
         def body(tiles, whole, out_ref):
-            for octet, part in zip(octets(out_ref), source.octets(source.read(tiles, whole)), strict=True):
-                out_ref[:, octet] = part.astype(out_ref.dtype)
+            blocks = source.octets(source.read(tiles, whole))
+            groups.store(out_ref, [[octet.astype(out_ref.dtype) for octet in octets] for octets in blocks])
 
         (out,) = groups.call(body, [source.tiles], [groups.out(groups.fmt.block, source.dtype)], [source.whole])
         return groups.to_last(out, groups.size)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import MXFP4, NVFP4, oracle, rope_fake_quant, rope_tables
-from pallas_kernels.groups import plan
 from pallas_kernels.rope_fake_quant import rule
-from pallas_kernels.rope_fake_quant.pallas import rotated
+from pallas_kernels.rope_fake_quant.pallas import plan_halves, rotated
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.base_fused import gradients, produced
 from tests.pallas_kernels.base_guided import random_guide
@@ -98,5 +97,5 @@ class RopeSourceBase:
         x = cases.all_bf16().reshape(256, 4, 64)
         arrays = x, *turns((256,), 64, 6)
         expected = oracle.rotate(*arrays)
-        assert mismatches(produced(rotated, plan(x.shape, NVFP4, None))(*arrays), expected) == 0
+        assert mismatches(produced(rotated, plan_halves(x.shape, NVFP4, None))(*arrays), expected) == 0
         assert mismatches(jax.jit(rule.rotate)(*arrays), expected) == 0

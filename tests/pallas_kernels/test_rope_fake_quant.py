@@ -49,5 +49,5 @@ def test_refused():
         rope_fake_quant(x, cos[:1], sin, MXFP4, None)
     with pytest.raises(NotImplementedError, match="take bfloat16, not float32"):
         rope_fake_quant(x.astype(jnp.float32), cos, sin, MXFP4, None, implementation="pallas")
-    with pytest.raises(NotImplementedError, match="whole blocks and octets, not of 48 values"):
+    with pytest.raises(NotImplementedError, match="halves of 24 values are not whole blocks of 32"):
         rope_fake_quant(x[..., :48], cos[:, :24], sin[:, :24], MXFP4, None, implementation="pallas")
