@@ -63,7 +63,7 @@ class VllmEngine:
       connect: starts a worker and returns when its model is loaded.
       limits: what is allowed.
       records: what joins the answers.
-      calibration: prompts that choose the channels of residual compensation, once with the first weights; None if nothing is chosen.
+      channels: what every worker compensates, site -> channels of each layer; empty if nothing is compensated.
 
     Attributes:
       resources: closed with the engine.
@@ -74,14 +74,13 @@ class VllmEngine:
         connect: Callable[[], Link],
         limits: EngineLimits,
         records: Records | None = None,
-        calibration: Sequence[Sequence[int]] | None = None,
+        channels: Mapping[str, list[list[int]]] | None = None,
     ):
         self.resources = ExitStack()
         self._connect = connect
         self._limits = limits
         self._records = records or NoRecords()
-        self._calibration = calibration
-        self._channels: dict[str, list[int]] | None = None
+        self._channels = channels
         self._numbers = itertools.count()
         self._pending: dict[int, Request] = {}
         self._finished: list[Trajectories] = []
@@ -190,7 +189,8 @@ class VllmEngine:
             try:
                 found = self._worker.call("capabilities")["capabilities"]
                 formats = {name: found[name] for name in ("weights", "activations", "k", "v", "query", "backend")}
-                return Capabilities(**formats, record_kinds=self._records.kinds, routes=self._records.routes)
+                share = found["residual_fraction"]
+                return Capabilities(**formats, record_kinds=self._records.kinds, routes=self._records.routes, residual_fraction=share)
             except WorkerDied as error:
                 self._replace(error)
                 self._surviving(self._equip)
@@ -302,9 +302,8 @@ class VllmEngine:
     def _employ(self) -> None:
         """Gives a worker that has its first weights everything pending."""
         if not self._worker.equipped:
-            if self._calibration is not None:
-                reply = self._worker.call("compensate", prompts=self._calibration, channels=self._channels)
-                self._channels = reply["channels"]
+            if self._channels:
+                self._worker.call("compensate", channels=self._channels)
             self._give(self._pending)
             self._worker.equipped = True
             if not self._paused:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from rollout_bridge.engine.blank_checkpoint import write_blank_checkpoint
 from rollout_bridge.engine.engine import EngineLimits, VllmEngine
@@ -27,7 +28,7 @@ from rollout_bridge.wire import Ring
 from trace_jax.errors import UserError
 from trace_jax.quantization.plan import QuantPlan
 from trace_jax.rollout.weight_sync import expected_tensors
-from trace_jax.train.setup import Setup, calibration_sequences
+from trace_jax.train.setup import Setup
 
 EXPERT_FORMATS = (("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp4", "mxfp4"), ("mxfp4", "bf16"), ("bf16", "bf16"))
 """Weights and activations of experts that vLLM serves with the plugin."""
@@ -66,9 +67,9 @@ def make(setup: Setup) -> VllmEngine:
             silence_s=section.silence_timeout_s,
             max_restarts=section.max_restarts,
         )
-        calibration = calibration_prompts(setup, limits.context)
+        channels = {site: np.asarray(ids).tolist() for site, ids in setup.channels.items()}
         if section.mode == "in_process":
-            engine = VllmEngine(lambda: InProcessLink(build, start), limits, records, calibration)
+            engine = VllmEngine(lambda: InProcessLink(build, start), limits, records, channels)
         else:
             command = WorkerCommand(
                 command=vllm_command(section.python or sys.executable),
@@ -78,7 +79,7 @@ def make(setup: Setup) -> VllmEngine:
                 send_timeout_s=section.silence_timeout_s,
             )
             with _log_kept_on_failure(command.log):
-                engine = VllmEngine(lambda: ProcessLink(command, start), limits, records, calibration)
+                engine = VllmEngine(lambda: ProcessLink(command, start), limits, records, channels)
         engine.resources = resources.pop_all()
         return engine
 
@@ -150,13 +151,6 @@ def captured_records(setup: Setup, step_tokens: int, resources: ExitStack) -> tu
     ring = resources.enter_context(Ring.create(slots=CAPTURE_SLOTS, slot_bytes=layout.record_bytes(step_tokens)))
     records = CapturedRecords(ring.path, setup.policy.config, setup.rollout_plan, spec, audit)
     return records, {"ring": str(ring.path), "plan": layout.plan()}
-
-
-def calibration_prompts(setup: Setup, context: int) -> list[list[int]] | None:
-    """What chooses the compensated channels; None where there is no choice, because none or all are."""
-    if setup.config.rollout.residual_compensation.fraction in (0, 1):
-        return None
-    return [sequence[: context - 1] for sequence in calibration_sequences(setup)]
 
 
 def slot_bytes(setup: Setup) -> int:

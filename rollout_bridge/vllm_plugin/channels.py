@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollout_bridge.vllm_plugin.activations import Rounding
 from rollout_bridge.vllm_plugin.numerics import BlockFormat, largest_channels
+from rollout_bridge.vllm_plugin.observing import layer_id
 
 
 class Channels:
@@ -85,6 +86,12 @@ def set_channels(llm: Any, channels: Mapping[str, Sequence[int]]) -> None:
     llm.apply_model(_Setter({name: list(ids) for name, ids in channels.items()}))
 
 
+def set_site_channels(llm: Any, channels: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    """Sets the trainer's choice: site -> the channels of each layer."""
+    names = llm.apply_model(_names)[0]
+    set_channels(llm, {name: channels[name.rpartition(".")[2]][layer_id(name)] for name in names})
+
+
 def choices(model: torch.nn.Module) -> dict[str, Channels]:
     """The choices of a model's quantized products by name, such as `model.layers.0.mlp.experts.routed_experts.down_input`."""
     found = {}
@@ -128,6 +135,10 @@ def _finish(model: torch.nn.Module) -> None:
 
 def _chosen(model: torch.nn.Module) -> dict[str, list[int]]:
     return {name: choice.chosen.tolist() for name, choice in choices(model).items() if choice.chosen is not None}
+
+
+def _names(model: torch.nn.Module) -> list[str]:
+    return list(choices(model))
 
 
 def _serving() -> bool:

@@ -67,7 +67,11 @@ def test_what_is_common_to_all_runs_exists() -> None:
         (["seed=4294967295", "--seeds", "2"], "", "too large for 2 seeds"),
         (["steps=0"], "", "steps is 0"),
         (["rollout.temperature=0"], "", "method bf16: rollout.temperature is 0"),
-        (["--methods", "fp8,trace", "rollout.activations=fp8"], "fp8: {method: qat}", "method trace: train_quant.activations is guided"),
+        (
+            ["--methods", "in_fp8,trace", "rollout.activations=fp8"],
+            "in_fp8: {method: qat}",
+            "method trace: train_quant.activations is guided",
+        ),
         (
             ["guidance.layers=all"],
             "a: {guidance: {layers: 'last:1'}}",

@@ -33,7 +33,8 @@ def config(*overrides: str) -> Config:
         (["method=bf16", "guidance.record=mantissa"], "no site of guidance.sites is FP4"),
         (["method=qat", "guidance.record=mantissa"], "nothing follows the record: train_quant.activations is rtn"),
         (["train_quant.activations=none", "train_quant.kv_cache=rtn"], "write record: none"),
-        (["rollout.residual_compensation.fraction=0.1"], "which the engine jax does not have; write 0.0, or engine: vllm"),
+        (["rollout.residual_compensation.fraction=0.1"], "train_quant.activations is guided, and a record has no residual"),
+        (["method=quads", "rollout.activations=fp8"], "rollout.activations is fp8 and only nvfp4 and mxfp4 are compensated"),
         (["mesh.data=2"], "mesh.data is 2"),
         (["mesh.expert=-1"], "mesh.expert is -1"),
         (["rollout.engine=another"], "no installed package provides"),
@@ -72,6 +73,9 @@ def test_refused(overrides: list[str], part: str) -> None:
         ["train_quant.activations=none"],
         ["train_quant.kv_cache=rtn"],
         ["method=qat", "rollout.kv_cache={k: fp8, v: fp8}"],
+        ["method=qat_w4a16", "rollout.activations=fp8"],
+        ["method=quads", "rollout.weights=mxfp4", "rollout.activations=mxfp4", "rollout.kv_cache={k: bf16, v: bf16}"],
+        ["method=quads", "train_quant.activations=rtn", "rollout.residual_compensation.fraction=1.0"],
         ["rollout.weights=mxfp4", "rollout.activations=mxfp4", "rollout.kv_cache={k: mxfp4, v: mxfp4}"],
         ["rollout.top_p=0.9", "rollout.top_k=50", "rollout.temperature=0.0"],
         ["model.source=some/run"],
@@ -112,6 +116,14 @@ def test_methods_differ_as_documented() -> None:
     assert set(of["qat"].train_quant.model_dump().values()) == {"rtn"}
     assert [of[name].guidance.record for name in ("trace", "trace_full", "trace_scales")] == ["mantissa", "codes", "scales"]
     assert of["trace_full"].guidance.layers == "all"
+    assert of["fp8"].train_quant == of["qarl"].train_quant == of["qat"].train_quant
+    assert {of["fp8"].rollout.weights, of["fp8"].rollout.activations, *of["fp8"].rollout.kv_cache.model_dump().values()} == {"fp8"}
+    assert of["qat_w4a16"].train_quant.model_dump() == of["naive"].train_quant.model_dump() | {"weights": "rtn"}
+    assert of["quads"].train_quant.model_dump() == of["qat_w4a16"].train_quant.model_dump() | {"kv_cache": "rtn"}
+    assert [name for name, found in of.items() if found.rollout.residual_compensation.fraction] == ["quads"]
+    assert {name: found.algorithm.name for name, found in of.items() if found.algorithm.name != "grpo"} == {"qarl": "trust_band"}
+    assert of["qarl"].algorithm == config("algorithm.name=trust_band").algorithm
+    assert config("method=qarl", "algorithm.name=gspo").algorithm.name == "gspo"
 
 
 def test_only_fp4_sites_are_recorded() -> None:

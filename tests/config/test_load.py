@@ -96,7 +96,7 @@ def test_values_are_not_changed_by_overrides() -> None:
         ("train_quant.weights=guided", ["one of: none, rtn"]),
         ("train_quant.down_input=guided", ["one of: none, rtn"]),
         ("algorithm.name=ppo", ["algorithm.name is ppo", "one of: grpo, dr_grpo"]),
-        ("method=quads", ["quads", "one of: bf16, naive, qat, trace, trace_full, trace_scales"]),
+        ("method=quadz", ["quadz", "one of: bf16, naive, qat, fp8, qat_w4a16, quads, qarl, trace"]),
         ("method=3", ["method is 3"]),
         ("guidance.layers=last:0", ["all, last_half, last:N, first:N or a list of layer ids"]),
         ("guidance.sites=[k, k]", ["once"]),

@@ -34,11 +34,11 @@ def report(errors: dict[str, float], layers: int = 2, length: int = 3) -> dict[s
         }
         for name, error in errors.items()
     }
-    entry = {"pass_at_1": 0.5, "pass_at_1_low": float("nan"), "pass_at_1_high": float("nan"), "methods": methods}
+    entry = {"pass_at_1": 0.5, "pass_at_1_low": float("nan"), "pass_at_1_high": float("nan"), "residual_fraction": 0.5, "methods": methods}
     limits = {"token_mult_prob_error": {"small": SMALL, "risky": RISKY}}
     precisions = {"nvfp4": entry | {"answer": "nvfp4: cannot be judged"}}
     where = {"policy": "runs/[a]", "task": "task", "split": "test", "cache": None, "engine": "vllm"}
-    return {**where, "limits": limits, "precisions": precisions, "not_executed": {"fp8": "fp8 cannot be measured"}, "not_measured": {}}
+    return {**where, "limits": limits, "precisions": precisions, "not_executed": {"fp8": "fp8 cannot be measured"}}
 
 
 def test_the_rules_come_before_the_answers() -> None:
@@ -55,7 +55,11 @@ def test_a_deep_model_and_long_answers_fit_the_page(capsys: pytest.CaptureFixtur
     assert max(map(len, tables.splitlines())) <= 120 and "…" not in tables
     # The worst of layers 36 to 47 stands for them.
     assert "36-47" in tables and "53.0%" in tables and "(0.047)" in tables and "89.6%" in tables
-    assert "answers by engine vllm" in tables and "fp8 cannot be measured" in out
+    assert (
+        "answers by engine vllm" in tables
+        and "nvfp4: residual of 50 % of the experts' input channels" in tables
+        and "fp8 cannot be measured" in out
+    )
 
 
 def test_what_is_measured() -> None:

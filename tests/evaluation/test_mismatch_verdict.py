@@ -43,7 +43,7 @@ def test_a_destroyed_model_is_no_however_small_the_gap() -> None:
             {"naive": "large", "qat": "risky"},
             "risky",
             "nvfp4: risky with qat; no with naive (pass@1 0.344 against bf16's 0.375). Next: measure what follows "
-            "the rollout more closely (--methods trace_scales,trace,trace_full), or keep the rollout in bf16.",
+            "the rollout more closely (--methods quads,trace_scales,trace,trace_full), or keep the rollout in bf16.",
         ),
         ({"naive": "large"}, "no", "nvfp4: no with naive (pass@1 0.344"),
     ],

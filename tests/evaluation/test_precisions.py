@@ -14,7 +14,14 @@ from trace_jax.config import load
 from trace_jax.errors import UserError
 from trace_jax.evaluation import mismatch
 from trace_jax.evaluation.precision_rollout import roll_out
-from trace_jax.evaluation.precisions import METHODS_OF, PRECISIONS, measurable, precision_config, precision_name, precision_overrides
+from trace_jax.evaluation.precisions import (
+    METHODS_OF,
+    methods_of,
+    precision_config,
+    precision_name,
+    precision_overrides,
+    rollout_name,
+)
 from trace_jax.evaluation.rollout import _open
 from trace_jax.evaluation.run import pass_rate_at
 from trace_jax.rollout.embedded.engine import EmbeddedEngine
@@ -44,27 +51,29 @@ def test_the_settings_that_reach_a_precision(config_file: Path) -> None:
     assert precision_overrides(load(config_file, ["rollout.kv_cache.v=mxfp4"]), "nvfp4").startswith("rollout.weights=nvfp4 ")
 
 
-COMPENSATED = ("method=qat", "rollout.engine=vllm", "rollout.residual_compensation.fraction=0.5")
-
-
-def test_compensation_ends_where_nothing_is_left_over(config_file: Path) -> None:
-    config = load(config_file, COMPENSATED)
-    fractions = {name: precision_config(config, name, "naive").rollout.residual_compensation.fraction for name in PRECISIONS}
-    assert fractions == {"bf16": 0.0, "fp8": 0.0, "nvfp4": 0.5, "mxfp4": 0.5}
-
-
-def test_no_record_follows_a_compensated_rollout(config_file: Path) -> None:
-    plan = {"bf16": ["bf16"], "nvfp4": ["naive", "trace"]}
-    assert measurable(load(config_file, []), plan) == (plan, {})
-    kept, left_out = measurable(load(config_file, COMPENSATED), plan)
-    assert kept == {"bf16": ["bf16"], "nvfp4": ["naive"]} and left_out["trace"].startswith("trace was not measured: no record holds")
-    with pytest.raises(UserError, match="--methods: trace cannot be measured at nvfp4"):
-        measurable(load(config_file, COMPENSATED), {"nvfp4": ["trace"]})
-
-
 @pytest.mark.parametrize("precision", METHODS_OF)
 def test_an_embedded_engine_is_named_by_its_precision(precision: str) -> None:
     assert precision_name(tiny.engine(tiny.PLANS[precision], seed=None).capabilities()) == precision
+
+
+def test_a_compensated_rollout_stays_so_where_there_is_something_to_compensate(config_file: Path) -> None:
+    plain, quads = (
+        load(config_file, [f"method={method}", "rollout.residual_compensation.fraction=0.25"][:count])
+        for method, count in (("qat", 1), ("quads", 2))
+    )
+    assert methods_of(plain, "nvfp4") == ("naive", "qat_w4a16", "qat", "trace_scales", "trace", "trace_full")
+    assert methods_of(quads, "nvfp4") == ("naive", "qat_w4a16", "qat", "quads") and methods_of(quads, "fp8") == METHODS_OF["fp8"]
+    for config, precision, fraction in ((quads, "nvfp4", 0.25), (quads, "bf16", 0.0), (plain, "mxfp4", 0.0)):
+        for method in methods_of(config, precision):
+            assert precision_config(config, precision, method).rollout.residual_compensation.fraction == fraction
+    with pytest.raises(UserError, match="a record has no residual"):
+        precision_config(quads, "nvfp4", "trace")
+
+
+def test_an_engine_is_named_with_what_it_compensates() -> None:
+    told = tiny.engine(tiny.PLANS["nvfp4"], seed=None).capabilities()
+    assert rollout_name(told) == "nvfp4"
+    assert rollout_name(replace(told, residual_fraction=0.5)) == "nvfp4, residual of 50 % of the input channels compensated"
 
 
 def fall_back(monkeypatch: pytest.MonkeyPatch) -> str:

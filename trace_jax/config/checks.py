@@ -81,10 +81,11 @@ def _check_not_implemented(config: Config) -> None:
 
 def _check_compensation(config: Config) -> None:
     key = "rollout.residual_compensation.fraction is above 0"
-    if config.rollout.engine == "jax":
-        raise UserError(f"{key}, which the engine jax does not have; write 0.0, or engine: vllm")
     if config.rollout.activations not in BLOCK_FORMATS:
-        raise UserError(f"{key}, but rollout.activations is {config.rollout.activations}, which leaves no residual; write 0.0")
+        raise UserError(
+            f"{key}, but rollout.activations is {config.rollout.activations} and only {' and '.join(BLOCK_FORMATS)} are "
+            "compensated; write 0.0, or one of these"
+        )
     if config.train_quant.activations == "guided":
         raise UserError(f"{key}, but train_quant.activations is guided, and a record has no residual; write activations: rtn, or none")
 

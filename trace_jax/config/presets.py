@@ -9,6 +9,7 @@ from trace_jax.errors import UserError
 
 _NOT_QUANTIZED = {"weights": "none", "activations": "none", "down_input": "none", "kv_cache": "none"}
 _NEAREST = {"weights": "rtn", "activations": "rtn", "down_input": "rtn", "kv_cache": "rtn"}
+_WEIGHTS = {"weights": "rtn", "activations": "none", "down_input": "none", "kv_cache": "none"}
 _GUIDED = {"weights": "rtn", "activations": "guided", "down_input": "rtn", "kv_cache": "guided"}
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -22,6 +23,23 @@ METHODS: dict[str, dict[str, Any]] = {
     "naive": {"train_quant": _NOT_QUANTIZED, "guidance": {"record": "none"}},
     # FP4 rollout, trainer rounds to nearest by itself.
     "qat": {"train_quant": _NEAREST, "guidance": {"record": "none"}},
+    # The same in FP8: weights, activations and cache.
+    "fp8": {
+        "rollout": {"weights": "fp8", "activations": "fp8", "kv_cache": {"k": "fp8", "v": "fp8"}},
+        "train_quant": _NEAREST,
+        "guidance": {"record": "none"},
+    },
+    # FP4 rollout, trainer rounds the weights alone.
+    "qat_w4a16": {"train_quant": _WEIGHTS, "guidance": {"record": "none"}},
+    # QUADS, arXiv 2607.15810: the rollout compensates half of the experts' input channels, the trainer leaves these inputs unrounded.
+    # The paper rounds no cache; where the rollout does, the trainer does.
+    "quads": {
+        "rollout": {"residual_compensation": {"fraction": 0.5}},
+        "train_quant": _WEIGHTS | {"kv_cache": "rtn"},
+        "guidance": {"record": "none"},
+    },
+    # QaRL, arXiv 2604.07853: the trainer rounds like the rollout, and the objective bounds what is left.
+    "qarl": {"train_quant": _NEAREST, "guidance": {"record": "none"}, "algorithm": {"name": "trust_band"}},
     # FP4 rollout, trainer guided by one mantissa bit and the scales in the deeper half.
     "trace": {"train_quant": _GUIDED, "guidance": {"record": "mantissa", "layers": "last_half"}},
     # Upper bound of guidance: all codes of all layers.

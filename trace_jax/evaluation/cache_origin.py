@@ -44,7 +44,7 @@ def rollout_identity(setup: Setup, weights: str) -> dict[str, str]:
       weights: checksum of the weight update, which covers the quantized weights and the static multipliers.
     """
     rollout = setup.config.rollout
-    keys = ("engine", "activation_scale", "partial_sums")
+    keys = ("engine", "activation_scale", "partial_sums", "residual_compensation")
     return {f"rollout.{key}": str(getattr(rollout, key)) for key in keys} | {"weights": weights}
 
 

@@ -28,7 +28,7 @@ from trace_jax.evaluation.cache_origin import read_origin
 from trace_jax.evaluation.mismatch_verdict import RISKY, SMALL, gap_size, judge
 from trace_jax.evaluation.open_policy import OpenPolicy, open_policy
 from trace_jax.evaluation.precision_rollout import NotExecuted, PrecisionRollout, cached_rollout, roll_out
-from trace_jax.evaluation.precisions import METHODS_OF, measurable, precision_config, precision_overrides, require_precision
+from trace_jax.evaluation.precisions import METHODS_OF, methods_of, precision_config, precision_overrides, require_precision
 from trace_jax.metrics.weighted import finalize
 from trace_jax.quantization.plan import BLOCK_FORMATS
 from trace_jax.rl.diagnostics import position_gap_stats
@@ -119,7 +119,8 @@ def measure_mismatch(
     opened = open_policy(path, (*overrides, *chosen), task)
     try:
         config = opened.config
-        plan, left_out = measurable(config, plan)
+        if methods is None:
+            plan = {precision: [name for name in found if name in methods_of(config, precision)] for precision, found in plan.items()}
         # Every config before the first answer: one that cannot be measured must not cost the rollouts of the others.
         configs = {
             (precision, method): precision_config(config, precision, method) for precision, found in plan.items() for method in found
@@ -134,7 +135,6 @@ def measure_mismatch(
             "limits": {"token_mult_prob_error": {"small": SMALL, "risky": RISKY}},
             "precisions": {},
             "not_executed": {},
-            "not_measured": left_out,
         }
         done, total = 0, sum(1 + len(found) for found in plan.values())
         for precision, found in plan.items():
@@ -171,11 +171,13 @@ def measure_mismatch(
                 "pass_at_1_low": low,
                 "pass_at_1_high": high,
                 "reward_mean": rollout.reward_mean,
+                "residual_fraction": rollout.residual_fraction,
                 "methods": by_method,
             }
         measured = report["precisions"]
         for precision in (name for name in measured if name != "bf16"):
-            measured[precision] |= judge(precision, measured[precision], measured.get("bf16"), precision_overrides(config, precision))
+            known, overrides = methods_of(config, precision), precision_overrides(config, precision)
+            measured[precision] |= judge(precision, measured[precision], measured.get("bf16"), overrides, known)
         return report
     finally:
         opened.task.close()

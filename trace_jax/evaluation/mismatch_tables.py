@@ -24,8 +24,8 @@ def print_mismatch(report: Mapping[str, Any]) -> None:
     console.print(
         "gap: |log p(trainer) - log p(rollout)| of each sampled token, in nats, measured with the compiled program that trains.\n"
         "exp|gap|: mean factor between the two probabilities of a token; 1 is perfect. Same routing: tokens and layers for which\n"
-        "the trainer's own router would have chosen the rollout's experts. Trainers: naive does not round, qat rounds by itself,\n"
-        "trace* follow the rollout's record, so their gap is small partly by construction.\n"
+        "the trainer's own router would have chosen the rollout's experts. Trainers: naive does not round, qat rounds by itself\n"
+        "(qat_w4a16 the weights alone), trace* follow the rollout's record, so their gap is small partly by construction.\n"
         "One apart: of the values that rounding to nearest under the rollout's scale sends to another code, those sent to a\n"
         "neighbour; the lowest of the layers.",
         style="dim",
@@ -35,7 +35,7 @@ def print_mismatch(report: Mapping[str, Any]) -> None:
         layers = _layers(precision, entry["methods"])
         if layers is not None:
             console.print(layers)
-    for line in (*report["not_executed"].values(), *report["not_measured"].values(), *answers(report)):
+    for line in (*_compensated(report), *report["not_executed"].values(), *answers(report)):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -47,6 +47,12 @@ def answers(report: Mapping[str, Any]) -> list[str]:
         "A pass@1 whose 95 % interval lies below bf16's is a loss, whatever the gap."
     )
     return [rules, *(entry["answer"] for precision, entry in report["precisions"].items() if precision != "bf16")]
+
+
+def _compensated(report: Mapping[str, Any]) -> list[str]:
+    """A line for each precision whose rollout was compensated."""
+    shares = {precision: entry["residual_fraction"] for precision, entry in report["precisions"].items()}
+    return [f"{name}: residual of {100 * share:g} % of the experts' input channels compensated." for name, share in shares.items() if share]
 
 
 def _summary(report: Mapping[str, Any]) -> Table:

@@ -30,13 +30,16 @@ def gap_size(token_mult_prob_error: float) -> GapSize:
     return "small" if token_mult_prob_error <= SMALL else "risky" if token_mult_prob_error <= RISKY else "large"
 
 
-def judge(precision: str, entry: Mapping[str, Any], reference: Mapping[str, Any] | None, overrides: str = "") -> dict[str, str]:
+def judge(
+    precision: str, entry: Mapping[str, Any], reference: Mapping[str, Any] | None, overrides: str = "", known: Sequence[str] | None = None
+) -> dict[str, str]:
     """The verdict on a precision below BF16, and the answer in a line.
 
     Args:
       entry: the precision's part of the report: `prompts`, `pass_at_1` with `_low` and `_high`, and `methods`.
       reference: the same of `bf16`; None if it was not measured.
       overrides: settings that bring the config to the precision; empty if it is the config's own.
+      known: methods that make sense for the config (`methods_of`); None takes all of the precision.
 
     Returns:
       `verdict`: `yes` if a method of small gap exists, `risky` if only a risky one does, `no` if neither does or the pass rate
@@ -54,7 +57,10 @@ def judge(precision: str, entry: Mapping[str, Any], reference: Mapping[str, Any]
         return {"verdict": "no", "answer": f"{precision}: no, with any method: {rates} is a loss. Next: keep the rollout in bf16."}
     best: Verdict = "yes" if "small" in methods.values() else "risky" if "risky" in methods.values() else "no"
     found = f"{_by_gap(methods, 'yes', 'risky', 'no')} ({rates})"
-    return {"verdict": best, "answer": f"{precision}: {found}. Next: {_step(precision, methods, overrides)}."}
+    return {
+        "verdict": best,
+        "answer": f"{precision}: {found}. Next: {_step(precision, known or METHODS_OF[precision], methods, overrides)}.",
+    }
 
 
 def _unjudged(entry: Mapping[str, Any], reference: Mapping[str, Any] | None) -> str | None:
@@ -69,13 +75,13 @@ def _unjudged(entry: Mapping[str, Any], reference: Mapping[str, Any] | None) -> 
     return None
 
 
-def _step(precision: str, methods: Mapping[str, GapSize], overrides: str) -> str:
+def _step(precision: str, known: Sequence[str], methods: Mapping[str, GapSize], overrides: str) -> str:
     """What to do next where the pass rate is no loss."""
-    known = METHODS_OF[precision]
-    small = [name for name in known if methods.get(name) == "small"]
+    order = METHODS_OF[precision]
+    small = [name for name in order if methods.get(name) == "small"]
     if small:
         return f"train with method={small[0]} {overrides}".rstrip()
-    closer = known[1 + max(known.index(name) for name in methods) :]
+    closer = [name for name in order[1 + max(order.index(name) for name in methods) :] if name in known]
     measure = f"measure what follows the rollout more closely (--methods {','.join(closer)}), or " if closer else ""
     return f"{measure}keep the rollout in bf16"
 

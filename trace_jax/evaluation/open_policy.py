@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trace_jax.config import Config, from_mapping
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params
+from trace_jax.quantization.channels import Channels
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.rollout.weight_sync import static_sites
 from trace_jax.tasks import Task
 from trace_jax.train.checkpoint import load_policy
-from trace_jax.train.setup import Setup, build_setup, calibrated, load_config_task, require_finite
+from trace_jax.train.read_checkpoint import restore_channels
+from trace_jax.train.setup import Setup, build_setup, calibrated, compensated, load_config_task, require_finite
 
 
 @dataclass
@@ -25,6 +27,7 @@ class OpenPolicy:
       policy, params: static description and float32 masters.
       multipliers: static multipliers; calibrated on first need when the checkpoint has none.
       task: loaded once.
+      channels: those that the rollout compensates; chosen on first need when the checkpoint has none, or another number.
     """
 
     config: Config
@@ -32,12 +35,15 @@ class OpenPolicy:
     params: Params
     multipliers: Multipliers
     task: Task
+    channels: Channels = field(default_factory=dict)
 
     def setup(self, config: Config) -> Setup:
-        """The fixed parts under a changed config; calibrates if the plan needs multipliers that are not there."""
-        setup = build_setup(config, (self.policy.family, self.policy.config), self.task)
+        """The fixed parts under a changed config; calibrates if the rollout needs multipliers or channels that are not there."""
+        setup = replace(build_setup(config, (self.policy.family, self.policy.config), self.task), channels=self.channels)
         if not set(static_sites(setup.rollout_plan)) <= set(self.multipliers):
             self.multipliers = calibrated(setup, self.params)
+        setup = compensated(setup, self.params, self.multipliers)
+        self.channels = setup.channels or self.channels
         return setup
 
 
@@ -58,4 +64,5 @@ def open_policy(path: Path, overrides: Sequence[str] = (), task: str | None = No
     if task is not None and task != values["task"]["name"]:
         values = values | {"task": {"name": task}}
     config = from_mapping(values, overrides, source=f"the config stored in {path}")
-    return OpenPolicy(config, loaded.policy, loaded.params, loaded.multipliers, load_config_task(config))
+    channels = restore_channels(loaded.meta)
+    return OpenPolicy(config, loaded.policy, loaded.params, loaded.multipliers, load_config_task(config), channels)

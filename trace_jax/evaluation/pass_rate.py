@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int64
 
 from trace_jax.errors import UserError
 from trace_jax.evaluation.answers import scored_answers
-from trace_jax.evaluation.precisions import precision_name
+from trace_jax.evaluation.precisions import rollout_name
 from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.prompts import SamplingSettings
 from trace_jax.rollout.trajectories import FinishReason
@@ -79,7 +79,7 @@ def measure_pass_rate(
         response_length_mean=float(trajectories.sampled_lengths().mean()),
         truncated_fraction=float(np.mean(trajectories.finish_reason == FinishReason.LENGTH)),
         verifier_errors=scored.verifier_errors,
-        precision=precision_name(engine.capabilities()),
+        precision=rollout_name(engine.capabilities()),
     )
 
 

@@ -36,6 +36,7 @@ class PrecisionRollout:
       max_length: no sequence is longer; the same at every precision, so that equal forwards have equal shapes.
       prompts: prompts with a verified answer.
       pass_at_1: rate over them, low and high end of its 95 % interval.
+      residual_fraction: share of the experts' input channels that were compensated.
     """
 
     precision: str
@@ -44,6 +45,7 @@ class PrecisionRollout:
     prompts: int
     pass_at_1: tuple[float, float, float]
     reward_mean: float
+    residual_fraction: float
 
 
 def roll_out(opened: OpenPolicy, precision: str, *, split: str, prompts: int, samples: int, seed: int) -> PrecisionRollout:
@@ -56,7 +58,8 @@ def roll_out(opened: OpenPolicy, precision: str, *, split: str, prompts: int, sa
     rows = setup.task.rows(split)[:prompts]
     with closing(setup.engine()) as engine:
         sync_weights(engine, setup, opened.params, opened.multipliers, 0)
-        executed = precision_name(engine.capabilities())
+        told = engine.capabilities()
+        executed = precision_name(told)
         if executed != precision:
             raise NotExecuted(
                 f"{precision} cannot be measured: engine {setup.config.rollout.engine} executes {executed}; "
@@ -75,7 +78,7 @@ def roll_out(opened: OpenPolicy, precision: str, *, split: str, prompts: int, sa
         )
     answered = scored.trajectories
     longest_prompt = int((answered.lengths() - answered.sampled_lengths()).max())
-    return _measured(precision, scored, longest_prompt + setup.sampling.max_new_tokens)
+    return _measured(precision, scored, longest_prompt + setup.sampling.max_new_tokens, told.residual_fraction)
 
 
 def cached_rollout(opened: OpenPolicy, directory: Path) -> PrecisionRollout:
@@ -100,10 +103,11 @@ def cached_rollout(opened: OpenPolicy, directory: Path) -> PrecisionRollout:
     reward = np.asarray(trajectories.reward)
     correct = np.fromiter(origin.correct.values(), bool, expected)
     scored = Scored(trajectories, correct, reward, int(np.isnan(reward).sum()))
-    return _measured(origin.precision, scored, int(trajectories.lengths().max()))
+    fraction = setup.config.rollout.residual_compensation.fraction
+    return _measured(origin.precision, scored, int(trajectories.lengths().max()), fraction)
 
 
-def _measured(precision: str, scored: Scored, max_length: int) -> PrecisionRollout:
+def _measured(precision: str, scored: Scored, max_length: int, residual_fraction: float) -> PrecisionRollout:
     trajectories, verified = scored.trajectories, ~np.isnan(scored.reward)
     return PrecisionRollout(
         precision,
@@ -112,4 +116,5 @@ def _measured(precision: str, scored: Scored, max_length: int) -> PrecisionRollo
         prompts=np.unique(trajectories.group[verified]).size,
         pass_at_1=pass_interval(scored.correct, verified, trajectories.group),
         reward_mean=float(np.nanmean(scored.reward)) if verified.any() else float("nan"),
+        residual_fraction=residual_fraction,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trace_jax.config import METHODS, Config, from_mapping
@@ -20,10 +19,19 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 METHODS_OF = {
     "bf16": ("bf16",),
     "fp8": ("naive", "qat"),
-    "nvfp4": ("naive", "qat", "trace_scales", "trace", "trace_full"),
-    "mxfp4": ("naive", "qat", "trace_scales", "trace", "trace_full"),
+    "nvfp4": ("naive", "qat_w4a16", "qat", "quads", "trace_scales", "trace", "trace_full"),
+    "mxfp4": ("naive", "qat_w4a16", "qat", "quads", "trace_scales", "trace", "trace_full"),
 }
 """Methods that make sense at a precision, each following the rollout more closely than the one before; only FP4 codes can be recorded."""
+
+
+def methods_of(config: Config, precision: str) -> tuple[str, ...]:
+    """The methods that make sense for a config's rollout at a precision: `quads` where it is compensated, or those with a record."""
+    if precision not in BLOCK_FORMATS:
+        return METHODS_OF[precision]
+    compensated = config.rollout.residual_compensation.fraction > 0
+    left_out = {name for name in METHODS_OF[precision] if (name.startswith("trace") if compensated else name == "quads")}
+    return tuple(name for name in METHODS_OF[precision] if name not in left_out)
 
 
 def require_precision(precision: str) -> None:
@@ -35,7 +43,7 @@ def require_precision(precision: str) -> None:
 def precision_config(config: Config, precision: str, method: str) -> Config:
     """The config with the rollout at a precision and the trainer as a method says, at every site.
 
-    A precision that leaves no residual has no residual compensation either.
+    Residual compensation stays as the config has it, except where the precision leaves nothing to compensate.
 
     Raises:
       UserError: there is no such precision, or the method is guided and the rollout compensates residuals.
@@ -44,26 +52,9 @@ def precision_config(config: Config, precision: str, method: str) -> Config:
     method = "bf16" if precision == "bf16" else method
     # A preset counts on the default sites; the run's own may lack one that the preset guides.
     keys = overlay(METHODS[method], {"guidance": {"sites": list(RECORDED_SITES)}})
-    if precision not in BLOCK_FORMATS:
-        keys = overlay(keys, {"rollout": {"residual_compensation": {"fraction": 0.0}}})
+    fraction = config.rollout.residual_compensation.fraction if precision in BLOCK_FORMATS else 0.0
+    keys = overlay(keys, {"rollout": {"residual_compensation": {"fraction": fraction}}})
     return from_mapping(overlay(config.model_dump(mode="json"), overlay(keys, PRECISIONS[precision])) | {"method": method})
-
-
-def measurable(config: Config, plan: Mapping[str, Sequence[str]]) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """The methods of each precision that can follow the config's rollout, and why others cannot, by method.
-
-    Raises:
-      UserError: nothing is left at a precision.
-    """
-    guided = {name for name, keys in METHODS.items() if keys["train_quant"]["activations"] == "guided"}
-    if config.rollout.residual_compensation.fraction == 0:
-        guided = set()
-    kept = {precision: [name for name in methods if name not in guided] for precision, methods in plan.items()}
-    reason = "no record holds what rollout.residual_compensation adds; set its fraction to 0.0 to measure this method"
-    for precision, methods in kept.items():
-        if not methods:
-            raise UserError(f"--methods: {', '.join(plan[precision])} cannot be measured at {precision}: {reason}")
-    return kept, {name: f"{name} was not measured: {reason}" for methods in plan.values() for name in methods if name in guided}
 
 
 def precision_overrides(config: Config, precision: str) -> str:
@@ -78,3 +69,10 @@ def precision_name(capabilities: Capabilities) -> str:
     if len(set(formats.values())) == 1:
         return capabilities.weights
     return ", ".join(f"{part} {name}" for part, name in formats.items())
+
+
+def rollout_name(capabilities: Capabilities) -> str:
+    """The same with what the engine compensates."""
+    share = capabilities.residual_fraction
+    compensated = f", residual of {100 * share:g} % of the input channels compensated" if share else ""
+    return precision_name(capabilities) + compensated

@@ -16,7 +16,7 @@ from trace_jax.evaluation.answers import scored_answers
 from trace_jax.evaluation.cache_origin import CacheOrigin, rollout_identity, write_origin
 from trace_jax.evaluation.open_policy import OpenPolicy, open_policy
 from trace_jax.evaluation.pass_rate import FIRST_SAMPLE
-from trace_jax.evaluation.precisions import precision_name
+from trace_jax.evaluation.precisions import precision_name, rollout_name
 from trace_jax.files import require_writable
 from trace_jax.guidance.cache import GuidanceCache
 from trace_jax.rollout.storage import json_rows, write_jsonl
@@ -61,7 +61,7 @@ def generate_rollouts(
         announce(f"generating {answers} answers, {split} split")
         with closing(setup.engine()) as engine:
             ack = sync_weights(engine, setup, opened.params, opened.multipliers, 0)
-            precision = precision_name(engine.capabilities())
+            executed = engine.capabilities()
             scored = scored_answers(
                 engine,
                 rows,
@@ -79,7 +79,7 @@ def generate_rollouts(
     result: dict[str, Any] = {
         "out": str(out),
         "split": split,
-        "precision": precision,
+        "precision": rollout_name(executed),
         "sequences": trajectories.num_sequences,
         "tokens": trajectories.num_tokens,
         "reward_mean": float(scored.reward[verified].mean()) if verified.any() else float("nan"),
@@ -91,7 +91,7 @@ def generate_rollouts(
     write_jsonl(out, json_rows(trajectories, setup.tokenizer))
     if save_cache is not None:
         correct = dict(zip(trajectories.sample_id.tolist(), scored.correct.tolist(), strict=True))
-        origin = CacheOrigin(config.task.name, precision, rollout_identity(setup, ack.checksum), correct)
+        origin = CacheOrigin(config.task.name, precision_name(executed), rollout_identity(setup, ack.checksum), correct)
         size = _save_cache(save_cache, trajectories, origin, config.guidance.cache_budget_mb << 20)
         result |= {"cache": str(save_cache), "cache_bytes": size}
     return result
@@ -133,4 +133,4 @@ def _open(source: Path, overrides: Sequence[str]) -> OpenPolicy:
     if source.suffix not in (".yaml", ".yml"):
         return open_policy(source, overrides)
     setup, params, multipliers = initial_policy(load(source, overrides))
-    return OpenPolicy(setup.config, setup.policy, params, multipliers, setup.task)
+    return OpenPolicy(setup.config, setup.policy, params, multipliers, setup.task, setup.channels)

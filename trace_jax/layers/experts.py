@@ -23,14 +23,14 @@ DENSE_PARAMETERS_LIMIT = 1 << 20
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of one layer's experts, contraction axis last."""
+    """Weights of one layer's experts, contraction axis last; it is longer where inputs carry their residual (`quantization.channels`)."""
 
     gate: Float[Array, "E F D"]
     up: Float[Array, "E F D"]
     down: Float[Array, "E D F"]
 
 
-QuantizeHidden = Callable[[Float[Array, "*rows F"]], Float[Array, "*rows F"]]
+QuantizeHidden = Callable[[Float[Array, "*rows F"]], Float[Array, "*rows width"]]
 
 
 def choose_implementation(requested: str, num_experts: int, hidden_size: int, expert_hidden_size: int) -> str:
@@ -42,7 +42,7 @@ def choose_implementation(requested: str, num_experts: int, hidden_size: int, ex
 
 
 def apply_experts(
-    x: Float[Array, "N D"],
+    x: Float[Array, "N width"],
     ids: Int[Array, "N k"],
     mixing: Float[Array, "N k"],
     weights: ExpertWeights,
@@ -53,11 +53,11 @@ def apply_experts(
     """Sums the k selected experts of every token, weighted.
 
     Args:
-      x: expert input, already quantized where the plan says so.
+      x: expert input, already quantized where the plan says so, as wide as the gate's contraction axis.
       ids: expert ids, int32.
       mixing: weights of the selected experts, float32.
       weights: expert weights in the compute dtype.
-      quantize_hidden: rounds the input of the down projection; blocks run along the last axis.
+      quantize_hidden: rounds the input of the down projection to the width of its contraction axis; blocks run along the last axis.
       implementation: `dense` or `ragged`.
       parts: devices between which the experts are thought to be divided, see `partial_sums`; divides their number.
 
@@ -72,7 +72,7 @@ def _silu_gate(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Fl
 
 
 def _dense(
-    x: Float[Array, "N D"],
+    x: Float[Array, "N width"],
     ids: Int[Array, "N k"],
     mixing: Float[Array, "N k"],
     weights: ExpertWeights,
@@ -86,12 +86,12 @@ def _dense(
     up = x @ weights.up.reshape(num_experts * hidden, width).T
     activation = quantize_hidden(_silu_gate(gate, up).reshape(-1, num_experts, hidden))
     folded = keep_rounding((activation.astype(jnp.float32) * mixing_per_expert[:, :, None]).astype(x.dtype))
-    down = jnp.swapaxes(weights.down, 1, 2).reshape(num_experts * hidden, width)
-    return partial_sums.matmul(folded.reshape(-1, num_experts * hidden), down, parts)
+    down = jnp.swapaxes(weights.down, 1, 2).reshape(-1, weights.down.shape[1])
+    return partial_sums.matmul(folded.reshape(-1, down.shape[0]), down, parts)
 
 
 def _ragged(
-    x: Float[Array, "N D"],
+    x: Float[Array, "N width"],
     ids: Int[Array, "N k"],
     mixing: Float[Array, "N k"],
     weights: ExpertWeights,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.pytrees import register_arrays
 from trace_jax.layers.kv_cache import KVCache
+from trace_jax.quantization.channels import Channels
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.plan import UNQUANTIZED, QuantPlan
 from trace_jax.quantization.sites import Captured, GuideBatch
@@ -26,7 +27,8 @@ class ForwardOptions:
       partial_sums: into how many shares attention output and experts are summed (`layers/partial_sums.py`).
       remat: whether layer activations are recomputed in the backward pass.
       capture: sites whose codes and scales are returned.
-      observe: `amax` returns the largest magnitude per site and layer, `values` the site values before and after rounding.
+      observe: `amax` returns the largest magnitude per site and layer, `values` the site values before and after rounding, `residual` the
+        squared rounding error per layer and channel, without that of tokens that see no key (padding).
       measure_parity: whether guided sites report how often nearest rounding agrees with the record.
     """
 
@@ -60,6 +62,8 @@ class ForwardInputs:
       routes: expert ids to replay, -1 where the router is free.
       guides: the rollout's guidance record.
       cache: keys and values of earlier tokens; the forward appends to it.
+      channels: channels of the experts' inputs whose residual is compensated, per site and layer; the experts' weights have their columns
+        once more (`with_channel_columns`).
     """
 
     tokens: Int[Array, "B T"]
@@ -69,6 +73,7 @@ class ForwardInputs:
     routes: Int[Array, "B T L k"] | None = None
     guides: GuideBatch | None = None
     cache: KVCache | None = None
+    channels: Channels = field(default_factory=dict)
 
 
 @register_arrays
@@ -81,7 +86,7 @@ class ForwardOutput:
       routes: expert ids that were used.
       own_routes: what the router would have chosen; equal to `routes` without replay.
       captured: per site, codes and scales with a leading layer axis.
-      observed: per site, amax `[L]` or `SiteValues` with axes `[L, B, T, ...]`.
+      observed: per site, amax `[L]`, squared residuals `[L, width]`, or `SiteValues` with axes `[L, B, T, ...]`.
       parity: per guided site, (sum, count) of agreement, each `[L]`.
       cache: the cache with the new tokens, None without one.
     """

@@ -1,12 +1,14 @@
-"""Calibration of the static multipliers on real sequences.
+"""Calibration on real sequences: the static multipliers, and the channels whose residual the rollout compensates.
 
-Run once after the cold start or the import; the result is stored with the checkpoint and stays constant for a run.
+Run once, multipliers after the cold start or the import and channels at the start of a run; both are stored with the checkpoint and stay
+constant for a run.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,10 @@ from trace_jax.models.finite import require_finite
 from trace_jax.models.inputs import ForwardInputs
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params
+from trace_jax.quantization.channels import Channels, channel_counts, largest_channels
 from trace_jax.quantization.multipliers import Multipliers, static_multipliers
-from trace_jax.quantization.plan import UNQUANTIZED
+from trace_jax.quantization.plan import UNQUANTIZED, QuantPlan
+from trace_jax.quantization.weights import with_rounded_experts
 
 ROWS = 16
 """Sequences per forward pass."""
@@ -37,9 +41,7 @@ def calibrate(policy: Policy, params: Params, sequences: Sequence[Sequence[int]]
     Raises:
       UserError: there is no token, or a weight or a magnitude is not finite.
     """
-    sequences = [tokens for tokens in sequences if len(tokens)]
-    if not sequences:
-        raise UserError("calibration has no prompts; raise calibration.prompts or give the task more rows")
+    sequences = _not_empty(sequences)
     require_finite(params, "calibration")
     amax: dict[str, np.ndarray] = {}
     for batch in _equal_length_batches(sequences):
@@ -52,6 +54,49 @@ def calibrate(policy: Policy, params: Params, sequences: Sequence[Sequence[int]]
                 f"layer {layer} produces values that are not finite at {site}; the checkpoint's weights are damaged (NaN or Inf)"
             )
     return static_multipliers({site: jnp.asarray(value, jnp.float32) for site, value in amax.items()}, headroom)
+
+
+def choose_channels(
+    policy: Policy, plan: QuantPlan, params: Params, multipliers: Multipliers, sequences: Sequence[Sequence[int]], fraction: float
+) -> Channels:
+    """The channels of the experts' inputs with the largest squared residuals over some sequences, in every layer.
+
+    The residuals are those of the rollout's own rounding, nothing compensated. A row of the down projection's input counts for the
+    experts that its token uses.
+
+    Args:
+      plan: of the rollout.
+      params: float32 masters.
+      multipliers: static multipliers of the plan's sites.
+      sequences: token ids; padding never counts.
+      fraction: share of the channels, rounded up to whole blocks; 0 and 1 leave no choice and need no sequences.
+
+    Raises:
+      UserError: there is no token.
+    """
+    counts = channel_counts(site_sizes(policy), plan, fraction)
+    if fraction in (0, 1):
+        return {site: np.tile(np.arange(count, dtype=np.int32), (policy.config.num_layers, 1)) for site, count in counts.items()}
+    rounded = with_rounded_experts(params, fmt=plan.weights, dtype=policy.compute_dtype)
+    # Sorted rows are those of the experts that are used; the engine's own plan, because the weights are rounded already.
+    static = {"policy": replace(policy, experts_implementation="ragged"), "plan": replace(plan, weights="bf16")}
+    total = dict.fromkeys(counts, np.float64(0))
+    for tokens, segments in _padded_batches(_not_empty(sequences)):
+        energy = jax.device_get(_residual_energy(rounded, multipliers, jnp.asarray(tokens), jnp.asarray(segments), **static))
+        total = {site: value + energy[site].astype(np.float64) for site, value in total.items()}
+    return {site: largest_channels(np.asarray(total[site]), count) for site, count in counts.items()}
+
+
+def site_sizes(policy: Policy) -> dict[str, int]:
+    """Widths of the sites that can be compensated."""
+    return {"expert_input": policy.config.hidden_size, "down_input": policy.config.expert_hidden_size}
+
+
+def _not_empty(sequences: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    found = [tokens for tokens in sequences if len(tokens)]
+    if not found:
+        raise UserError("calibration has no prompts; raise calibration.prompts or give the task more rows")
+    return found
 
 
 def _equal_length_batches(sequences: Sequence[Sequence[int]]) -> list[Int32[np.ndarray, "rows width"]]:
@@ -74,8 +119,34 @@ def _equal_length_batches(sequences: Sequence[Sequence[int]]) -> list[Int32[np.n
     return batches
 
 
+def _padded_batches(
+    sequences: Sequence[Sequence[int]],
+) -> Iterator[tuple[Int32[np.ndarray, "rows width"], Int32[np.ndarray, "rows width"]]]:
+    """Every sequence once: token ids, padded to a power of two, and segment ids, 0 where there is no token."""
+    ordered = sorted(sequences, key=len)
+    for start in range(0, len(ordered), ROWS):
+        part = ordered[start : start + ROWS]
+        tokens = np.zeros((ROWS, 1 << (len(part[-1]) - 1).bit_length()), np.int32)
+        segments = np.zeros_like(tokens)
+        for row, sequence in enumerate(part):
+            tokens[row, : len(sequence)], segments[row, : len(sequence)] = sequence, 1
+        yield tokens, segments
+
+
 @functools.partial(jax.jit, static_argnames=("policy",))
 def _amax(params: Params, tokens: Int[Array, "B T"], *, policy: Policy) -> dict[str, Float[Array, " L"]]:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-    inputs = ForwardInputs(tokens, positions, causal_mask(positions, jnp.ones_like(tokens)), {})
+    inputs = _inputs(tokens, jnp.ones_like(tokens), {})
     return policy.forward(params, inputs, policy.options(UNQUANTIZED, observe="amax")).observed
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "plan"))
+def _residual_energy(
+    params: Params, multipliers: Multipliers, tokens: Int[Array, "B T"], segments: Int[Array, "B T"], *, policy: Policy, plan: QuantPlan
+) -> dict[str, Float[Array, "L _"]]:
+    inputs = _inputs(tokens, segments, multipliers)
+    return policy.forward(params, inputs, policy.options(plan, observe="residual")).observed
+
+
+def _inputs(tokens: Int[Array, "B T"], segments: Int[Array, "B T"], multipliers: Multipliers) -> ForwardInputs:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    return ForwardInputs(tokens, positions, causal_mask(positions, segments), multipliers)

@@ -11,7 +11,17 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from pallas_kernels import Guide, block_format, dequantize, fake_quant, fake_quant_fp8, guided_fake_quant, keep_rounding, quantize
+from pallas_kernels import (
+    Guide,
+    block_format,
+    dequantize,
+    fake_quant,
+    fake_quant_fp8,
+    guided_fake_quant,
+    keep_rounding,
+    quantize,
+    residual_fake_quant,
+)
 from pallas_kernels.pytrees import register_arrays
 from trace_jax.quantization.multipliers import KV_SITES, token_multiplier
 from trace_jax.quantization.plan import SitePlan
@@ -89,7 +99,8 @@ def round_site(
     per_token: bool = False,
     guide: Guide | None = None,
     capture: bool = False,
-) -> tuple[Float[Array, "*rows d"], Captured | None]:
+    channels: Int[Array, " c"] | None = None,
+) -> tuple[Float[Array, "*rows width"], Captured | None]:
     """Rounds a site as its plan says and returns the codes when asked.
 
     Args:
@@ -100,9 +111,10 @@ def round_site(
       per_token: whether each token has its own multiplier.
       guide: the rollout's record; a guided plan without one rounds to nearest.
       capture: whether to return codes and scales (block formats only, not for a guided site).
+      channels: channels whose residual is rounded too and stands behind the values (block formats only, not for a guided site).
 
     Returns:
-      The rounded values in the dtype of `x` (straight-through gradient), and the capture or None.
+      The rounded values in the dtype of `x` (straight-through gradient), `[*rows, d]` or `[*rows, d + c]`, and the capture or None.
 
     Raises:
       ValueError: NVFP4 without a static or per-token multiplier.
@@ -115,13 +127,17 @@ def round_site(
     scale = _multiplier_for(site, x, multiplier, per_token) if fmt.has_multiplier else None
     if plan.guided and guide is not None:
         return guided_fake_quant(x, guide, fmt, scale), None
-    if not capture:
-        return fake_quant(x, fmt, scale), None
-    quantized = quantize(x, fmt, scale)
+    quantized = quantize(x, fmt, scale) if capture else None
+    if channels is not None:
+        rounded = jnp.concatenate(residual_fake_quant(x, channels, fmt, scale), axis=-1)
+    else:
+        rounded = fake_quant(x, fmt, scale) if quantized is None else dequantize(quantized, x.dtype)
+    if quantized is None:
+        return rounded, None
     token_scale = None
     if per_token and scale is not None:
         token_scale = scale[..., 0] if site in KV_SITES else scale
-    return dequantize(quantized, x.dtype), Captured(quantized.codes, quantized.scales, token_scale)
+    return rounded, Captured(quantized.codes, quantized.scales, token_scale)
 
 
 def parity_agreement(

@@ -87,6 +87,7 @@ class Capabilities:
         backend: kernel or emulation that executes them, in words.
         record_kinds: guidance kinds the engine can capture.
         routes: whether expert routes are returned.
+        residual_fraction: share of the experts' input channels whose rounding error is compensated.
     """
 
     weights: str
@@ -97,6 +98,7 @@ class Capabilities:
     backend: str
     record_kinds: tuple[str, ...]
     routes: bool
+    residual_fraction: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 `checkpoints/<step>/{params,optimizer,multipliers,meta,manifest.json}`, and `served` where the rollout engine has older weights than
 `params` (`sync.every`), because the steps that follow depend on them. Orbax writes a step under a temporary name and renames
 it when it is whole, so whatever has a number for a name is complete. The JSON holds counters, data position, the policy's
-description and the resolved config of the run; the manifest holds a checksum of every file.
+description, compensated channels and the resolved config of the run; the manifest holds a checksum of every file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
@@ -24,6 +25,7 @@ from trace_jax.errors import UserError
 from trace_jax.files import is_full_disk
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params, param_shapes
+from trace_jax.quantization.channels import Channels
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.train.manifest import write_manifest
 from trace_jax.train.read_checkpoint import (
@@ -110,11 +112,13 @@ class Checkpoints:
         tokenizer: str,
         config: dict[str, Any],
         served: PolicyVersion | None = None,
+        channels: Channels | None = None,
     ) -> None:
         """Starts saving in the background; arrays are copied first, so training may go on and reuse its buffers.
 
         Args:
           served: the weights that the engine has, stored where they are not those of `state`.
+          channels: what the rollout's residual compensation takes.
 
         One save at most is under way: this one waits for the one before, so a kill loses no more than what came after the
         last complete checkpoint, which is the last save or the one before it.
@@ -130,6 +134,7 @@ class Checkpoints:
             "policy": describe_policy(policy),
             "tokenizer": tokenizer,
             "sites": sorted(multipliers),
+            "channels": {site: np.asarray(ids).tolist() for site, ids in (channels or {}).items()},
             "config": config,
             "served_version": progress.version if served is None else served.version,
         }

@@ -77,7 +77,7 @@ def memory_plan(setup: Setup) -> dict[str, Any]:
         "new masters and moments beside the old in an update (float32), bytes": 3 * 4 * count,
         "experts as the trainer rounds them (compute dtype), bytes": rounded_experts_bytes(setup),
         "masters that the engine serves (float32), bytes": 4 * count if config.sync.every > 1 else 0,
-        "engine weights (compute dtype), bytes": jnp.dtype(setup.policy.compute_dtype).itemsize * count,
+        "engine weights (compute dtype), bytes": jnp.dtype(setup.policy.compute_dtype).itemsize * (count + compensating_columns(setup)),
         "KV cache of a full batch, bytes": cache_bytes(setup, min(sequences, config.rollout.max_batch or sequences), length),
         "guidance record per token": record_bytes_per_token(setup, setup.capture()),
         "guidance record of a step, bytes": sequences * length * record_bytes_per_token(setup, setup.capture()),
@@ -92,6 +92,13 @@ def rounded_experts_bytes(setup: Setup) -> int:
     shapes = param_shapes(setup.policy.family, setup.policy.config)
     experts = jax.tree.leaves([group["experts"] for group in shapes["groups"].values()])
     return jnp.dtype(setup.policy.compute_dtype).itemsize * sum(leaf.size for leaf in experts)
+
+
+def compensating_columns(setup: Setup) -> int:
+    """Weights that the embedded engine holds twice, because residual compensation multiplies them again."""
+    model, counts = setup.policy.config, setup.channel_counts()
+    rows = {"expert_input": 2 * model.expert_hidden_size, "down_input": model.hidden_size}
+    return model.num_layers * model.num_experts * sum(rows[site] * count for site, count in counts.items())
 
 
 def cache_bytes(setup: Setup, rows: int, slots: int) -> int:

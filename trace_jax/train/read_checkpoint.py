@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params, config_from_dict, param_shapes
+from trace_jax.quantization.channels import Channels
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.plan import SITES
 from trace_jax.train.manifest import find_damage
@@ -108,6 +110,11 @@ def restore_multipliers(folder: Path, meta: dict[str, Any]) -> Multipliers:
     per_layer = jax.ShapeDtypeStruct((policy_from_meta(meta).config.num_layers,), jnp.float32)
     sites = [site for site in SITES if site in meta["sites"]]
     return restore_item(folder, "multipliers", dict.fromkeys(sites, per_layer)) if sites else {}
+
+
+def restore_channels(meta: Mapping[str, Any]) -> Channels:
+    """The compensated channels of one checkpoint; empty where nothing was compensated."""
+    return {site: np.asarray(ids, np.int32) for site, ids in meta.get("channels", {}).items()}
 
 
 def restore_item(folder: Path, item: str, shapes: Any) -> Any:

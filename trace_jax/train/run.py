@@ -15,11 +15,11 @@ from trace_jax.tasks import Task
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.clock import Clock
 from trace_jax.train.optimizer import make_optimizer
-from trace_jax.train.read_checkpoint import read_meta
+from trace_jax.train.read_checkpoint import read_meta, restore_channels
 from trace_jax.train.resume import changed_keys
 from trace_jax.train.rl import Learner, evaluate, make_learner, rl_step
 from trace_jax.train.run_folder import Ended, OpenRun, Report, open_run, say
-from trace_jax.train.setup import build_setup, calibrated, initial_policy, require_finite
+from trace_jax.train.setup import build_setup, calibrated, compensated, initial_policy, require_finite
 from trace_jax.train.state import initial_state
 
 
@@ -99,13 +99,15 @@ def _started(config: Config, directory: Path, task: Task | None) -> Learner:
     setup = replace(setup, directory=directory)
     if not multipliers:
         multipliers = calibrated(setup, params)
+    setup = compensated(setup, params, multipliers)
     state = initial_state(params, make_optimizer(config.optimizer), multipliers)
     return make_learner(setup, state, Progress(seed=config.seed), setup.engine())
 
 
 def _resumed(config: Config, checkpoints: Checkpoints, step: int, task: Task | None = None) -> Learner:
     folder = checkpoints.directory / str(step)
-    changes = changed_keys(read_meta(folder)["config"], config, folder)
+    meta = read_meta(folder)
+    changes = changed_keys(meta["config"], config, folder)
     policy, state, progress = checkpoints.restore(step, make_optimizer(config.optimizer))
     if progress.step and not progress.samples:
         raise UserError(
@@ -113,7 +115,9 @@ def _resumed(config: Config, checkpoints: Checkpoints, step: int, task: Task | N
             f"and set model.source={checkpoints.directory.parent}"
         )
     require_finite(state.params, folder)
-    setup = replace(build_setup(config, (policy.family, policy.config), task), directory=checkpoints.directory.parent)
+    setup = build_setup(config, (policy.family, policy.config), task)
+    setup = replace(setup, directory=checkpoints.directory.parent, channels=restore_channels(meta))
+    setup = compensated(setup, state.params, state.multipliers)
     learner = make_learner(setup, state, progress, setup.engine(), checkpoints.restore_served(step))
     say(f"resumed after step {step}" + (f" with {', '.join(changes)}" if changes else ""))
     return learner
@@ -121,6 +125,5 @@ def _resumed(config: Config, checkpoints: Checkpoints, step: int, task: Task | N
 
 def _save(checkpoints: Checkpoints, learner: Learner) -> None:
     setup = learner.setup
-    checkpoints.save(
-        learner.state, learner.progress, setup.policy, setup.config.tokenizer, setup.config.model_dump(mode="json"), learner.served
-    )
+    stored = setup.config.model_dump(mode="json")
+    checkpoints.save(learner.state, learner.progress, setup.policy, setup.config.tokenizer, stored, learner.served, setup.channels)

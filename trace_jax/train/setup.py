@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from trace_jax.models.finite import require_finite
 from trace_jax.models.hf import load_hf_directory
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import ModelConfig, Params, config_from_dict, init_params
-from trace_jax.quantization.calibration import calibrate
+from trace_jax.quantization.calibration import calibrate, choose_channels, site_sizes
+from trace_jax.quantization.channels import Channels, channel_counts
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.plan import QuantPlan, rollout_plan, trainer_plan
 from trace_jax.rl.corrections import Correction
@@ -31,6 +32,7 @@ from trace_jax.tasks import Task, load_task
 from trace_jax.tokenizers import BUILT_IN, Tokenizer, load_tokenizer
 from trace_jax.train.checkpoint import load_policy
 from trace_jax.train.objective import ObjectiveSpec
+from trace_jax.train.read_checkpoint import restore_channels
 from trace_jax.train.sft import worked_example
 from trace_jax.train.update import UpdateSettings
 
@@ -43,6 +45,7 @@ class Setup:
 
     Args:
       directory: the run's folder, where an engine leaves its log; None outside a run.
+      channels: what the rollout's residual compensation takes; `compensated` sees that they are those the config asks for.
     """
 
     config: Config
@@ -53,6 +56,7 @@ class Setup:
     objective: ObjectiveSpec
     sampling: SamplingSettings
     directory: Path | None = None
+    channels: Channels = field(default_factory=dict)
 
     def capture(self) -> CaptureSpec:
         """The guidance record that the rollout takes."""
@@ -74,11 +78,22 @@ class Setup:
 
     def engine(self) -> Engine:
         """A new engine without weights: the embedded one, or what the factory of an installed package makes of this setup."""
+        if not self.has_channels():
+            raise RuntimeError("the rollout is to be compensated and no channels are chosen: call `compensated` first")
         rollout = self.config.rollout
         if rollout.engine != "jax":
             (point,) = entry_points(group=ENGINE_GROUP, name=rollout.engine)
             return point.load()(self)
-        return EmbeddedEngine(replace(self.policy, partial_sums=rollout.partial_sums), self.rollout_plan, self.capture(), rollout.max_batch)
+        policy = replace(self.policy, partial_sums=rollout.partial_sums)
+        return EmbeddedEngine(policy, self.rollout_plan, self.capture(), rollout.max_batch, self.channels)
+
+    def channel_counts(self) -> dict[str, int]:
+        """How many channels of each site and layer the rollout compensates."""
+        return channel_counts(site_sizes(self.policy), self.rollout_plan, self.config.rollout.residual_compensation.fraction)
+
+    def has_channels(self) -> bool:
+        """Whether `channels` are as many as the config asks for."""
+        return {site: ids.shape[1] for site, ids in self.channels.items()} == self.channel_counts()
 
     def require_rows(self) -> None:
         """Refuses, before anything is written, a run that would read an empty split.
@@ -209,7 +224,8 @@ def initial_policy(config: Config, task: Task | None = None) -> tuple[Setup, Par
     loaded = load_policy(path)
     _require_tokenizer(config, source, loaded.tokenizer)
     require_finite(loaded.params, source)
-    return build_setup(config, (loaded.policy.family, loaded.policy.config), task), loaded.params, loaded.multipliers
+    setup = build_setup(config, (loaded.policy.family, loaded.policy.config), task)
+    return replace(setup, channels=restore_channels(loaded.meta)), loaded.params, loaded.multipliers
 
 
 def _require_tokenizer(config: Config, source: str, trained: str) -> None:
@@ -232,6 +248,15 @@ def _require_tokenizer(config: Config, source: str, trained: str) -> None:
 def calibrated(setup: Setup, params: Params) -> Multipliers:
     """Static multipliers from the task's own training rows and their worked answers."""
     return calibrate(setup.policy, params, calibration_sequences(setup), setup.config.calibration.headroom)
+
+
+def compensated(setup: Setup, params: Params, multipliers: Multipliers) -> Setup:
+    """The setup with its rollout's compensated channels: those it has if they are as many as the config asks for, else chosen now."""
+    if setup.has_channels():
+        return setup
+    fraction = setup.config.rollout.residual_compensation.fraction
+    sequences = calibration_sequences(setup) if 0 < fraction < 1 else []
+    return replace(setup, channels=choose_channels(setup.policy, setup.rollout_plan, params, multipliers, sequences, fraction))
 
 
 def calibration_sequences(setup: Setup) -> list[list[int]]:

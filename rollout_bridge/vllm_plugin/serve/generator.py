@@ -51,12 +51,8 @@ class Generator(Protocol):
         """
         ...
 
-    def compensate(self, prompts: Sequence[Sequence[int]], channels: dict[str, list[int]] | None) -> dict[str, list[int]]:
-        """Compensates these channels of the quantized products from now on, and returns them; None chooses them by the prompts.
-
-        Raises:
-          ValueError: they are those of another model.
-        """
+    def compensate(self, channels: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Compensates these channels of the quantized products from now on: site -> the channels of each layer."""
         ...
 
     def capabilities(self) -> dict[str, Any]:

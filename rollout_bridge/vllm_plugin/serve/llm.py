@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from rollout_bridge.vllm_plugin.capabilities import capabilities  # noqa: E402
 from rollout_bridge.vllm_plugin.capture import set_version, start_capture, stop_capture  # noqa: E402
 from rollout_bridge.vllm_plugin.capture.requests import EXTRA  # noqa: E402
-from rollout_bridge.vllm_plugin.channels import calibrate, set_channels  # noqa: E402
+from rollout_bridge.vllm_plugin.channels import set_site_channels  # noqa: E402
 from rollout_bridge.vllm_plugin.plugin import register  # noqa: E402
 from rollout_bridge.vllm_plugin.serve.arguments import FIXED  # noqa: E402
 from rollout_bridge.vllm_plugin.serve.channel import Message  # noqa: E402
@@ -92,12 +92,9 @@ class VllmGenerator:
         set_version(self._llm, version)
         return acknowledged
 
-    def compensate(self, prompts: Sequence[Sequence[int]], channels: dict[str, list[int]] | None) -> dict[str, list[int]]:
-        """The channels of residual compensation, chosen here if they are not given."""
-        if channels is None:
-            return calibrate(self._llm, prompts)
-        set_channels(self._llm, channels)
-        return channels
+    def compensate(self, channels: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """The channels of residual compensation."""
+        set_site_channels(self._llm, channels)
 
     def capabilities(self) -> dict[str, Any]:
         """The formats that really execute."""

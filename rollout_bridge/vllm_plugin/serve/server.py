@@ -67,7 +67,7 @@ class Server:
                 "abort": lambda asked: self._abort(asked["ids"]),
                 "resume": self._resume,
                 "update_weights": self._update_weights,
-                "compensate": lambda asked: {"channels": self._generator.compensate(asked["prompts"], asked["channels"])},
+                "compensate": self._compensate,
                 "capabilities": lambda _: {"capabilities": self._generator.capabilities()},
                 "health": lambda _: self._health(),
             }
@@ -127,6 +127,10 @@ class Server:
         acknowledged = self._generator.update_weights(message["ring"], message["version"])
         self._version = acknowledged["version"]
         return acknowledged
+
+    def _compensate(self, message: Message) -> Message:
+        self._generator.compensate(message["channels"])
+        return {}
 
     def _health(self) -> Message:
         waiting = len(self._waiting)

@@ -50,7 +50,7 @@ MakeEngine = Callable[..., VllmEngine]
 
 @pytest.fixture
 def make_engine(connect: Connect) -> Generator[MakeEngine, None, None]:
-    """`make_engine(max_restarts=..., silence_s=..., in_process=..., records=..., calibration=..., **arguments)`; closed with the test."""
+    """`make_engine(max_restarts=..., silence_s=..., in_process=..., records=..., channels=..., **arguments)`; closed with the test."""
     made: list[VllmEngine] = []
 
     def make(
@@ -59,7 +59,7 @@ def make_engine(connect: Connect) -> Generator[MakeEngine, None, None]:
         in_process: bool = False,
         slot_bytes: int = 8192,
         records: Records | None = None,
-        calibration: list[list[int]] | None = None,
+        channels: dict[str, list[list[int]]] | None = None,
         **arguments: Any,
     ) -> VllmEngine:
         limits = EngineLimits(scripted.CONTEXT, scripted.VOCABULARY, slot_bytes, silence_s, max_restarts)
@@ -71,7 +71,7 @@ def make_engine(connect: Connect) -> Generator[MakeEngine, None, None]:
                 )
             return connect(**arguments)
 
-        made.append(VllmEngine(link, limits, records, calibration))
+        made.append(VllmEngine(link, limits, records, channels))
         return made[-1]
 
     yield make

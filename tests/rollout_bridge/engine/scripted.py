@@ -53,6 +53,7 @@ class ScriptedGenerator:
         time.sleep(arguments.get("load_s", 0.0))
         self.running: dict[int, dict] = {}
         self.steps = 0
+        self.channels = None
         self.ring = ""
         self.capture = arguments.get("capture")
         self.rows = RingWriter(Path(self.capture["ring"])) if self.capture else None
@@ -114,11 +115,12 @@ class ScriptedGenerator:
             digest.add(name, piece.dtype, piece.shape, np.concatenate(data[name]))
         return {"count": digest.count, "checksum": digest.checksum, "version": version}
 
-    def compensate(self, prompts, channels):
-        return channels or {"chosen": [os.getpid(), len(prompts)]}
+    def compensate(self, channels):
+        self.channels = channels
 
     def capabilities(self):
-        return dict.fromkeys(("weights", "activations", "k", "v", "query"), "bf16") | {"backend": "a script"}
+        told = {"residual_fraction": 0.5 if self.channels else 0.0, "backend": f"a script with channels {self.channels}"}
+        return dict.fromkeys(("weights", "activations", "k", "v", "query"), "bf16") | told
 
     def facts(self):
         return {"engine": "script", "max_model_len": CONTEXT}

@@ -252,23 +252,23 @@ def test_the_worker_dies_while_nobody_waits(make_engine):
     engine = make_engine()
     sync(engine)
     kill(engine)
-    assert engine.capabilities().backend == "a script"
+    assert engine.capabilities().backend == "a script with channels None" and engine.capabilities().residual_fraction == 0
     kill(engine)
     sync(engine, 1)
     kill(engine)
     check(generate(engine, requests(3)), requests(3), version=1)
 
 
-def test_the_first_worker_chooses_the_channels_for_all(make_engine):
-    """A choice made anew, under the weights of the day, would be another engine."""
-    engine = make_engine(calibration=[[1, 2], [3]])
+def test_every_worker_compensates_the_same_channels(make_engine):
+    channels = {"expert_input": [[0, 2], [1, 3]], "down_input": [[0], [1]]}
+    engine = make_engine(channels=channels)
     sync(engine)
-    chosen = {"chosen": [process_link(engine).pid, 2]}
-    assert engine._channels == chosen
+    told = engine.capabilities()
+    assert told.backend == f"a script with channels {channels}" and told.residual_fraction == 0.5
     sync(engine, 1)
     kill(engine)
     check(generate(engine, requests(3)), requests(3), version=1)
-    assert engine._channels == chosen and process_link(engine).pid != chosen["chosen"][0]
+    assert engine.capabilities() == told
 
 
 def test_a_closed_engine(make_engine):

@@ -17,7 +17,7 @@ from tests.rollout_bridge.engine.tiny_setup import INTERPRETER, REASON, tiny_set
 from trace_jax.quantization.plan import QuantPlan, rollout_plan, trainer_plan
 from trace_jax.rollout import generate
 from trace_jax.rollout.weight_sync import layer_updates
-from trace_jax.train.setup import Setup
+from trace_jax.train.setup import Setup, compensated
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not INTERPRETER, reason=REASON)]
 
@@ -71,6 +71,7 @@ def test_compensated_channels_are_chosen_once(start):
     plan = rollout_plan("nvfp4", "nvfp4", "bf16", "bf16")
     setup = tiny_setup("rollout.residual_compensation.fraction=0.75", plan=plan)
     setup = replace(setup, policy=tiny.policy("float32", config))
+    setup = compensated(setup, tiny.params(1, config), tiny.multipliers(1, config))
     engine = start(setup)
     for seed, version in ((1, 0), (0, 1)):
         updates = layer_updates(setup.policy, plan, tiny.params(seed, config), tiny.multipliers(seed, config))

@@ -28,6 +28,7 @@ from trace_jax.layers.router import route
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput, SiteValues
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
 from trace_jax.models.qwen3_moe.modules import Layer, Qwen3Moe
+from trace_jax.quantization.channels import channel_energy
 from trace_jax.quantization.sites import parity_agreement, round_site
 from trace_jax.quantization.weights import fake_quant_experts
 
@@ -56,16 +57,16 @@ def forward(model: Qwen3Moe, config: Qwen3MoeConfig, inputs: ForwardInputs, opti
     def body(
         carry: tuple[Float[Array, "B T D"], KVCache | None], xs: Any
     ) -> tuple[tuple[Float[Array, "B T D"], KVCache | None], dict[str, Any]]:
-        state, layer_id, multipliers, replay = xs
+        state, layer_id, multipliers, channels, replay = xs
         layer = nnx.merge(graphdef, state)
         x, cache = carry
         x, cache, extras = _attention_block(layer, config, x, cache, layer_id, multipliers, turns, inputs, options)
-        x, more = _expert_block(layer, config, x, layer_id, multipliers, replay, inputs, options)
+        x, more = _expert_block(layer, config, x, layer_id, multipliers, channels, replay, inputs, options)
         return (x, cache), {name: extras.get(name, {}) | more.get(name, {}) for name in extras | more}
 
     if options.remat:
         body = jax.checkpoint(body)
-    (x, cache), extras = jax.lax.scan(body, (x, inputs.cache), (stacked, layer_ids, inputs.multipliers, routes))
+    (x, cache), extras = jax.lax.scan(body, (x, inputs.cache), (stacked, layer_ids, inputs.multipliers, inputs.channels, routes))
     return ForwardOutput(
         hidden=_normed(x, model.final_norm, config),
         routes=jnp.moveaxis(extras["routes"]["used"], 0, 2),
@@ -131,29 +132,32 @@ def _expert_block(
     x: Float[Array, "B T D"],
     layer_id: Int[Array, ""],
     multipliers: dict[str, Float[Array, ""]],
+    channels: dict[str, Int[Array, " _"]],
     replay: Int[Array, "B T k"] | None,
     inputs: ForwardInputs,
     options: ForwardOptions,
 ) -> tuple[Float[Array, "B T D"], dict[str, dict[str, Any]]]:
     normed = _normed(x, layer.post_attention_norm, config)
+    if options.observe == "residual":  # zeros leave no residual, neither here nor, through their products, at the down projection
+        normed = jnp.where(jnp.any(inputs.mask, axis=-1, keepdims=True), normed, jnp.zeros_like(normed))
     logits = jnp.matmul(normed, layer.router[...].astype(x.dtype).T, preferred_element_type=jnp.float32)
     ids, mixing, own = route(logits, config.experts_per_token, config.norm_topk_prob, replay)
 
     extras = _site_extras()
-    rounded = _round("expert_input", normed, layer_id, multipliers, inputs, options, extras, lead=0)
+    rounded = _round("expert_input", normed, layer_id, multipliers, inputs, options, extras, lead=0, channels=channels.get("expert_input"))
     del extras["kept"]
     weights = fake_quant_experts(layer.experts.weights(), options.plan.weights)
 
-    def quantize_hidden(hidden: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-        if options.observe == "amax":
-            extras["observed"]["down_input"] = jnp.max(jnp.abs(hidden)).astype(jnp.float32)
-        plan = options.plan.down_input
-        return round_site("down_input", hidden, plan, multipliers.get("down_input"), per_token=options.plan.per_token)[0]
+    def quantize_hidden(hidden: Float[Array, "*rows F"]) -> Float[Array, "*rows width"]:
+        site, plan = "down_input", options.plan
+        rounded = round_site(site, hidden, plan.site(site), multipliers.get(site), per_token=plan.per_token, channels=channels.get(site))[0]
+        if options.observe != "values":
+            _observe(options.observe, site, hidden, rounded, extras)
+        return rounded
 
-    flat = (-1, config.hidden_size)
     k = config.experts_per_token
     update = apply_experts(
-        rounded.reshape(flat),
+        rounded.reshape(-1, rounded.shape[-1]),
         ids.reshape(-1, k),
         mixing.reshape(-1, k),
         ExpertWeights(*(w.astype(x.dtype) for w in weights)),
@@ -186,15 +190,15 @@ def _round(
     options: ForwardOptions,
     extras: dict[str, dict[str, Any]],
     lead: int,
-) -> Float[Array, "B T *width"]:
+    channels: Int[Array, " c"] | None = None,
+) -> Float[Array, "B T *rounded"]:
     plan, multiplier = options.plan.site(site), multipliers.get(site)
-    if options.observe == "amax":
-        extras["observed"][site] = jnp.max(jnp.abs(x)).astype(jnp.float32)
     guide = inputs.guides.of(site, layer_id, lead) if plan.guided and inputs.guides is not None else None
     wanted = site in options.capture or (inputs.cache is not None and site in ("k", "v"))
-    rounded, captured = round_site(site, x, plan, multiplier, per_token=options.plan.per_token, guide=guide, capture=wanted)
-    if options.observe == "values":
-        extras["observed"][site] = SiteValues(x, rounded)
+    rounded, captured = round_site(
+        site, x, plan, multiplier, per_token=options.plan.per_token, guide=guide, capture=wanted, channels=channels
+    )
+    _observe(options.observe, site, x, rounded, extras)
     if captured is not None:
         extras["kept"][site] = captured
         if site in options.capture:
@@ -202,3 +206,15 @@ def _round(
     if options.measure_parity and guide is not None and guide.kind != "scales":
         extras["parity"][site] = parity_agreement(x, rounded, guide, plan, multiplier)
     return rounded
+
+
+def _observe(
+    kind: str | None, site: str, x: Float[Array, "*site"], rounded: Float[Array, "*rounded"], extras: dict[str, dict[str, Any]]
+) -> None:
+    observed = extras["observed"]
+    if kind == "amax":
+        observed[site] = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    elif kind == "values":
+        observed[site] = SiteValues(x, rounded)
+    elif kind == "residual":
+        observed[site] = channel_energy(x, rounded)

@@ -28,6 +28,7 @@ from trace_jax.layers.logprobs import logits_of
 from trace_jax.models.inputs import ForwardInputs
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params
+from trace_jax.quantization.channels import Channels
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.plan import QuantPlan
 from trace_jax.quantization.sites import Captured
@@ -109,6 +110,7 @@ class Fed:
 def prefill(
     params: Params,
     multipliers: Multipliers,
+    channels: Channels,
     tokens: Int[Array, "B P"],
     lengths: Int[Array, " B"],
     sampling: Sampling,
@@ -129,22 +131,30 @@ def prefill(
     cache = init_cache(
         config.num_layers, batch, slots, config.num_kv_heads, config.head_dim, spec.plan, jnp.dtype(spec.policy.compute_dtype)
     )
-    hidden, cache, fed = _run(params, multipliers, tokens, positions, cache, spec)
+    hidden, cache, fed = _run(params, multipliers, channels, tokens, positions, cache, spec)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     state = RowState(jnp.zeros_like(lengths), lengths - 1, jnp.zeros(batch, bool))
     state, drawn = _draw(last, params, state, sampling, spec)
     return cache, state, drawn, fed
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "steps"), donate_argnums=(2,))
+@functools.partial(jax.jit, static_argnames=("spec", "steps"), donate_argnums=(3,))
 def decode(
-    params: Params, multipliers: Multipliers, cache: KVCache, state: RowState, sampling: Sampling, *, spec: DecodeSpec, steps: int
+    params: Params,
+    multipliers: Multipliers,
+    channels: Channels,
+    cache: KVCache,
+    state: RowState,
+    sampling: Sampling,
+    *,
+    spec: DecodeSpec,
+    steps: int,
 ) -> tuple[KVCache, RowState, Drawn, Fed]:
     """Feeds and draws `steps` tokens per row; `Drawn` is `[B, steps]`, `Fed` has T = steps."""
 
     def step(carry: tuple[KVCache, RowState], _: None) -> tuple[tuple[KVCache, RowState], tuple[Drawn, Fed]]:
         cache, state = carry
-        hidden, cache, fed = _run(params, multipliers, state.token[:, None], state.position[:, None], cache, spec)
+        hidden, cache, fed = _run(params, multipliers, channels, state.token[:, None], state.position[:, None], cache, spec)
         state, drawn = _draw(hidden[:, 0], params, state, sampling, spec)
         return (cache, state), (drawn, fed)
 
@@ -156,11 +166,17 @@ def decode(
 
 
 def _run(
-    params: Params, multipliers: Multipliers, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: KVCache, spec: DecodeSpec
+    params: Params,
+    multipliers: Multipliers,
+    channels: Channels,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    cache: KVCache,
+    spec: DecodeSpec,
 ) -> tuple[Float[Array, "B T D"], KVCache, Fed]:
     slots = jnp.arange(cache.num_slots, dtype=jnp.int32)
     mask = slots[None, None, :] <= positions[:, :, None]
-    inputs = ForwardInputs(tokens, positions, mask, multipliers, cache=cache)
+    inputs = ForwardInputs(tokens, positions, mask, multipliers, cache=cache, channels=channels)
     capture = spec.capture.sites if spec.capture.kind != "none" else ()
     output = spec.policy.forward(params, inputs, spec.policy.options(spec.plan, capture=capture))
     assert output.cache is not None  # a cache went in

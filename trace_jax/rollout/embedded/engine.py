@@ -16,6 +16,7 @@ import numpy as np
 
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params
+from trace_jax.quantization.channels import Channels, with_channel_columns
 from trace_jax.quantization.plan import BLOCK_FORMATS, RECORDED_SITES, QuantPlan
 from trace_jax.rollout.embedded.assemble import assemble, without_answers
 from trace_jax.rollout.embedded.decode import CaptureSpec, DecodeSpec
@@ -34,13 +35,17 @@ class EmbeddedEngine:
       plan: what the rollout rounds; its `weights` says in which format updates arrive.
       capture: the guidance record that trajectories carry.
       max_batch: most rows of a wave; None takes all that are queued.
+      channels: channels of the experts' inputs whose residual is compensated; None compensates nothing.
     """
 
-    def __init__(self, policy: Policy, plan: QuantPlan, capture: CaptureSpec, max_batch: int | None = None):
+    def __init__(
+        self, policy: Policy, plan: QuantPlan, capture: CaptureSpec, max_batch: int | None = None, channels: Channels | None = None
+    ):
         self._policy = policy
         self._plan = plan
         self._capture = _available(capture, plan)
         self._max_batch = max_batch
+        self._channels = channels or {}
         self._queue: deque[Request] = deque()
         self._aborted: list[Request] = []
         self._paused = False
@@ -105,7 +110,8 @@ class EmbeddedEngine:
                 f"weight update does not fit the engine in {len(wrong)} tensors, first {first}: "
                 f"sent {found.get(first, 'nothing')}, expected {expected.get(first, 'nothing')}"
             )
-        self._params, self._multipliers = decode_updates(self._policy, self._plan, tensors)
+        params, self._multipliers = decode_updates(self._policy, self._plan, tensors)
+        self._params = with_channel_columns(params, self._channels) if self._channels else params
         self._version = version
         return digest.ack(version)
 
@@ -113,6 +119,7 @@ class EmbeddedEngine:
         """What really executes: FP4 values and scales, products in the compute dtype on decoded operands."""
         plan = self._plan
         blocked = any(plan.site(site).format in BLOCK_FORMATS for site in RECORDED_SITES)
+        fraction = self._channels["expert_input"].shape[1] / self._policy.config.hidden_size if self._channels else 0.0
         return Capabilities(
             weights=plan.weights,
             activations=plan.expert_input.format,
@@ -122,6 +129,7 @@ class EmbeddedEngine:
             backend=f"jax on {jax.default_backend()}: operands decoded to {self._policy.compute_dtype}, float32 accumulation",
             record_kinds=("scales", "mantissa", "codes") if blocked else (),
             routes=True,
+            residual_fraction=fraction,
         )
 
     def health(self) -> Health:
@@ -145,7 +153,7 @@ class EmbeddedEngine:
         truncated = any(request.top_p < 1 or request.top_k > 0 for request in requests)
         # The weights held here are decoded already; only activations and the cache are rounded in the forward pass.
         spec = DecodeSpec(self._policy, replace(self._plan, weights="bf16"), capture, truncated)
-        wave = run_wave(requests, params, self._multipliers, spec, self._max_batch or len(requests))
+        wave = run_wave(requests, params, self._multipliers, self._channels, spec, self._max_batch or len(requests))
         config = self._policy.config
         return assemble(
             requests,

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from trace_jax.models.registry import Params
+from trace_jax.quantization.channels import Channels
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.rollout.embedded.assemble import WaveRecords
 from trace_jax.rollout.embedded.decode import DecodeSpec, Drawn, Sampling, decode, prefill
@@ -26,12 +27,14 @@ PROMPT_MULTIPLE = 16
 DECODE_CHUNK = 32
 
 
-def run_wave(requests: Sequence[Request], params: Params, multipliers: Multipliers, spec: DecodeSpec, max_rows: int) -> WaveRecords:
+def run_wave(
+    requests: Sequence[Request], params: Params, multipliers: Multipliers, channels: Channels, spec: DecodeSpec, max_rows: int
+) -> WaveRecords:
     """Generates the answers of a wave.
 
     Args:
       requests: at least one, at most `max_rows`.
-      params, multipliers: the engine's weights, in the compute dtype, and its static multipliers.
+      params, multipliers, channels: the engine's weights, in the compute dtype, its static multipliers, and its compensated channels.
       spec: static.
       max_rows: no more padding rows than up to here.
 
@@ -42,12 +45,13 @@ def run_wave(requests: Sequence[Request], params: Params, multipliers: Multiplie
     width = tokens.shape[1]
     chunk = min(DECODE_CHUNK, max(1, most_new - 1))
     chunks = -(-(most_new - 1) // chunk)
-    cache, state, drawn, fed = prefill(params, multipliers, tokens, lengths, sampling, spec=spec, slots=width + 1 + chunks * chunk)
+    weights, slots = (params, multipliers, channels), width + 1 + chunks * chunk
+    cache, state, drawn, fed = prefill(*weights, tokens, lengths, sampling, spec=spec, slots=slots)
     draws, feeds = [_columns(drawn)], [fed]
     for _ in range(chunks):
         if bool(jnp.all(state.done)):
             break
-        cache, state, drawn, fed = decode(params, multipliers, cache, state, sampling, spec=spec, steps=chunk)
+        cache, state, drawn, fed = decode(*weights, cache, state, sampling, spec=spec, steps=chunk)
         draws.append(drawn)
         feeds.append(fed)
     draws, feeds = jax.device_get((draws, feeds))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import NVFP4, oracle
+from pallas_kernels import NVFP4, oracle, quantize
+from pallas_kernels.residual_fake_quant.rule import residual, residual_multiplier
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import BF16, FORMATS, NUDGE, mismatches
+from trace_jax.quantization.plan import SitePlan
+from trace_jax.quantization.sites import round_site
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
@@ -37,6 +41,27 @@ def test_both_operands_are_the_oracle_s(fmt, dtype):
         assert mismatches(ours.codes.numpy(), theirs.codes) == 0 and mismatches(ours.scales.numpy(), theirs.scales) == 0
         if ours.multiplier is not None and theirs.multiplier is not None:
             assert float(ours.multiplier) == float(theirs.multiplier)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_the_embedded_engine_rounds_to_the_same_bytes(fmt):
+    """Codes, scales and values of both operands, with and without a capture."""
+    x = cases.normal((16, 96), 37, BF16, spread=0.5)
+    multiplier = multiplier_of(x, fmt)
+    channels = np.sort(np.random.default_rng(38).choice(96, size=64, replace=False))
+    pair = numerics.residual_pair(to_torch(x), torch_cases.FORMATS[fmt], optional_tensor(multiplier), torch.from_numpy(channels))
+    values, scale, ids = jnp.asarray(x), None if multiplier is None else jnp.asarray(multiplier), jnp.asarray(channels, jnp.int32)
+    plan = SitePlan(fmt.name)
+    rounded, captured = round_site("expert_input", values, plan, scale, channels=ids, capture=True)
+    assert captured is not None
+    left = residual(values, rounded[:, :96])[:, ids]
+    again = quantize(left, fmt, None if scale is None else residual_multiplier(scale))
+    for ours, theirs in zip((captured, again), pair, strict=True):
+        assert mismatches(np.asarray(ours.codes), theirs.codes.numpy()) == 0
+        assert mismatches(np.asarray(ours.scales), theirs.scales.numpy()) == 0
+    wide = torch.cat([numerics.dequantize(q, torch.float32) for q in pair], dim=-1).numpy()
+    for found in (rounded, round_site("expert_input", values, plan, scale, channels=ids)[0]):
+        np.testing.assert_array_equal(np.asarray(found).astype(np.float32), wide)
 
 
 def test_residuals_of_bfloat16_are_exact():
