@@ -32,12 +32,12 @@ def test_two_seeds_by_hand() -> None:
     pooled = pooled_rate([rate(0.3, 10), rate(0.5, 10)])
     centre = (0.4 + Z**2 / 40) / (1 + Z**2 / 20)
     half = Z / (1 + Z**2 / 20) * math.sqrt(0.4 * 0.6 / 20 + Z**2 / 1600)
-    assert pooled == pytest.approx({"pass_at_1": 0.4, "low": centre - half, "high": centre + half, "reward_mean": 0.2})
+    assert pooled == pytest.approx({"pass_at_1": 0.4, "low": centre - half, "high": centre + half, "reward_mean": 0.2, "seeds": 2})
     assert pooled is not None and (round(pooled["low"], 3), round(pooled["high"], 3)) == (0.219, 0.613)
 
 
 def test_one_seed_keeps_its_interval_and_none_has_none() -> None:
-    assert pooled_rate([rate(0.25, 40)]) == pytest.approx(rate(0.25, 40)) and pooled_rate([]) is None
+    assert pooled_rate([rate(0.25, 40)]) == pytest.approx(rate(0.25, 40) | {"seeds": 1}) and pooled_rate([]) is None
 
 
 def test_medians_of_what_is_there() -> None:
