@@ -143,6 +143,7 @@ def test_an_algorithm_stands_below_the_file_and_is_not_undone_by_it() -> None:
     unnamed = BASE | {"algorithm": {"clip_high": 0.3}}  # written for the default, whose bound would clip nothing here
     assert "algorithm.name=gspo on the command line stands for algorithm.clip_high: 0.0004" in refusal(["algorithm.name=gspo"], unnamed)
     assert from_mapping(unnamed, ["algorithm.name=grpo"]).algorithm.clip_high == 0.3
+    assert "stands for algorithm.clip_high: 0.0004" in refusal(["method=qarl"], unnamed)  # its preset names trust_band
     resolved = from_mapping(written).model_dump(mode="json")
     assert from_mapping(resolved, ["algorithm.name=gspo"]) == from_mapping(written)
 

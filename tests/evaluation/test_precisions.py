@@ -7,12 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests import tiny_policy as tiny
 from trace_jax.config import load
 from trace_jax.errors import UserError
-from trace_jax.evaluation import mismatch
+from trace_jax.evaluation import mismatch, open_policy
 from trace_jax.evaluation.precision_rollout import roll_out
 from trace_jax.evaluation.precisions import (
     METHODS_OF,
@@ -20,6 +21,7 @@ from trace_jax.evaluation.precisions import (
     precision_config,
     precision_name,
     precision_overrides,
+    require_measurable,
     rollout_name,
 )
 from trace_jax.evaluation.rollout import _open
@@ -68,6 +70,24 @@ def test_a_compensated_rollout_stays_so_where_there_is_something_to_compensate(c
             assert precision_config(config, precision, method).rollout.residual_compensation.fraction == fraction
     with pytest.raises(UserError, match="a record has no residual"):
         precision_config(quads, "nvfp4", "trace")
+    assert precision_overrides(quads, "nvfp4") == "rollout.residual_compensation.fraction=0.25"  # the advice keeps what was measured
+    assert precision_overrides(quads, "bf16").endswith("v=bf16")
+    for config, method, remedy in ((plain, "quads", "add rollout.residual_compensation.fraction=0.5"), (quads, "trace", "to 0.0")):
+        with pytest.raises(UserError, match=f"--methods: {method} .*{remedy}"):
+            require_measurable(config, {"nvfp4": ["naive", method]})
+    for method in ("fp8", "qarl"):
+        with pytest.raises(UserError, match=f"--methods '{method}' has a rollout or objective of its own"):
+            mismatch.methods_by_precision([method], None)
+
+
+def test_the_channels_of_the_run_survive_other_precisions(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, chosen = {"expert_input": np.zeros((2, 16), np.int32)}, {"expert_input": np.ones((2, 32), np.int32)}
+    monkeypatch.setattr(open_policy, "compensated", lambda setup, *_: replace(setup, channels=setup.channels or chosen))
+    opened = replace(_open(config_file, []), channels={("nvfp4", 0.5): stored})
+    quads = load(config_file, ["method=quads"])
+    for precision, found in (("mxfp4", chosen), ("nvfp4", stored), ("mxfp4", chosen)):
+        assert opened.setup(precision_config(quads, precision, "quads")).channels is found
+    opened.task.close()
 
 
 def test_an_engine_is_named_with_what_it_compensates() -> None:

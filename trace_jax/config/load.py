@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from trace_jax.config.checks import check
 from trace_jax.config.keys import leaves, nearest_key, overlay, unknown_key, value_at
 from trace_jax.config.layer_spec import resolve_layers as resolve_layers  # part of this module's interface
-from trace_jax.config.presets import algorithm_preset, preset
+from trace_jax.config.presets import METHODS, algorithm_preset, preset
 from trace_jax.config.schema import Config, TaskSection
 from trace_jax.config.training_sections import AlgorithmSection
 from trace_jax.config.yaml_text import dump_yaml, parse_yaml
@@ -77,10 +77,11 @@ def from_mapping(
         near = nearest_key(wrong)
         hint = f"did you mean {near}?" if near else "remove it; trace-jax train CONFIG --dry-run then prints every key"
         raise UserError(f"{wrong} ({origin.of(wrong)}) is not a known key; {hint}")
-    below = preset(merged.get("method", _PRESETS["method"]))
+    below = preset(_chosen(merged, "method"))
+    before = METHODS.get(str(_chosen(base, "method")), {})
     _refuse_contradiction("method", below, base, merged, dict(parsed), origin)
-    algorithm = algorithm_preset(value_at(overlay(below, merged), "algorithm.name")[1])
-    _refuse_contradiction("algorithm.name", algorithm, base, merged, dict(parsed), origin)
+    algorithm = algorithm_preset(_chosen(overlay(below, merged), "algorithm.name"))
+    _refuse_contradiction("algorithm.name", algorithm, overlay(before, base), overlay(below, merged), dict(parsed), origin)
     try:
         config = Config.model_validate(overlay(overlay(algorithm, below), merged))
     except ValidationError as error:
@@ -133,6 +134,12 @@ def _names_another_task(section: Any, overrides: Mapping[str, Any]) -> bool:
     return isinstance(section, Mapping) and "task.name" in overrides and overrides["task.name"] != section.get("name", TaskSection().name)
 
 
+def _chosen(values: Mapping[str, Any], preset_key: str) -> Any:
+    """Which method or algorithm the values name; the default if none."""
+    is_set, value = value_at(values, preset_key)
+    return value if is_set else _PRESETS[preset_key]
+
+
 def _refuse_contradiction(
     preset_key: str,
     chosen: Mapping[str, Any],
@@ -146,11 +153,10 @@ def _refuse_contradiction(
     Args:
       preset_key: `method` or `algorithm.name`.
       chosen: what its value stands for.
-      base, merged: what the file says, and what it says with the overrides.
+      base, merged: what the file says, and what it says with the overrides; for an algorithm, each above what its method stands for.
     """
-    stated = (value_at(base, preset_key), value_at(merged, preset_key))
-    before, now = (value if is_set else _PRESETS[preset_key] for is_set, value in stated)
-    if now == before:
+    now = _chosen(merged, preset_key)
+    if now == _chosen(base, preset_key):
         return
     for key, value in leaves(chosen):
         is_set, written = value_at(base, key)

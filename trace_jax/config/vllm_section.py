@@ -19,8 +19,8 @@ class VllmSection(Section):
       kv_cache_gib: memory of the KV cache; null is what `gpu_memory_utilization` leaves, and 1 on CPU.
       gpu_memory_utilization: share of the GPU's memory for vLLM; lower it where the trainer uses the same GPU.
       start_timeout_s: what a worker may take to import vLLM and load the model.
-      silence_timeout_s: after so long without a word from a worker that has work, it is killed and replaced; one step of the engine,
-        the loading of new weights, and the calibration of `rollout.residual_compensation` must be faster.
+      silence_timeout_s: after so long without a word from a worker that has work, it is killed and replaced; one step of the engine, and
+        the loading of new weights, must be faster.
       max_restarts: workers started in place of dead ones in a run; 0 ends the run with the first.
       engine_args: further arguments of `vllm.LLM`, such as `max_model_len`.
     """

@@ -28,7 +28,14 @@ from trace_jax.evaluation.cache_origin import read_origin
 from trace_jax.evaluation.mismatch_verdict import RISKY, SMALL, gap_size, judge
 from trace_jax.evaluation.open_policy import OpenPolicy, open_policy
 from trace_jax.evaluation.precision_rollout import NotExecuted, PrecisionRollout, cached_rollout, roll_out
-from trace_jax.evaluation.precisions import METHODS_OF, methods_of, precision_config, precision_overrides, require_precision
+from trace_jax.evaluation.precisions import (
+    METHODS_OF,
+    methods_of,
+    precision_config,
+    precision_overrides,
+    require_measurable,
+    require_precision,
+)
 from trace_jax.metrics.weighted import finalize
 from trace_jax.quantization.plan import BLOCK_FORMATS
 from trace_jax.rl.diagnostics import position_gap_stats
@@ -119,8 +126,9 @@ def measure_mismatch(
     opened = open_policy(path, (*overrides, *chosen), task)
     try:
         config = opened.config
-        if methods is None:
-            plan = {precision: [name for name in found if name in methods_of(config, precision)] for precision, found in plan.items()}
+        if methods is not None:
+            require_measurable(config, plan)
+        plan = {precision: [name for name in found if name in methods_of(config, precision)] for precision, found in plan.items()}
         # Every config before the first answer: one that cannot be measured must not cost the rollouts of the others.
         configs = {
             (precision, method): precision_config(config, precision, method) for precision, found in plan.items() for method in found
@@ -189,9 +197,11 @@ def methods_by_precision(methods: Sequence[str] | None, precisions: Sequence[str
     Raises:
       UserError: an unknown name, or a precision that was asked for and knows none of the methods.
     """
-    unknown = [name for name in methods or () if name not in METHODS]
+    measurable = dict.fromkeys(name for names in METHODS_OF.values() for name in names)
+    unknown = [name for name in methods or () if name not in measurable]
     if unknown:
-        raise UserError(f"--methods {unknown[0]!r} is unknown; write some of: {', '.join(METHODS)}")
+        reason = "has a rollout or objective of its own and is not measured" if unknown[0] in METHODS else "is unknown"
+        raise UserError(f"--methods {unknown[0]!r} {reason}; write some of: {', '.join(measurable)}")
     plan = {}
     for precision in precisions or METHODS_OF:
         require_precision(precision)

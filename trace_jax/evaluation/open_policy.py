@@ -27,7 +27,8 @@ class OpenPolicy:
       policy, params: static description and float32 masters.
       multipliers: static multipliers; calibrated on first need when the checkpoint has none.
       task: loaded once.
-      channels: those that the rollout compensates; chosen on first need when the checkpoint has none, or another number.
+      channels: those that a rollout compensates, by the format of its activations and their share: the checkpoint's, and what was
+        chosen on first need.
     """
 
     config: Config
@@ -35,16 +36,22 @@ class OpenPolicy:
     params: Params
     multipliers: Multipliers
     task: Task
-    channels: Channels = field(default_factory=dict)
+    channels: dict[tuple[str, float], Channels] = field(default_factory=dict)
 
     def setup(self, config: Config) -> Setup:
         """The fixed parts under a changed config; calibrates if the rollout needs multipliers or channels that are not there."""
-        setup = replace(build_setup(config, (self.policy.family, self.policy.config), self.task), channels=self.channels)
+        setup = build_setup(config, (self.policy.family, self.policy.config), self.task)
         if not set(static_sites(setup.rollout_plan)) <= set(self.multipliers):
             self.multipliers = calibrated(setup, self.params)
-        setup = compensated(setup, self.params, self.multipliers)
-        self.channels = setup.channels or self.channels
+        key = compensation(config)
+        setup = compensated(replace(setup, channels=self.channels.get(key, {})), self.params, self.multipliers)
+        self.channels[key] = setup.channels
         return setup
+
+
+def compensation(config: Config) -> tuple[str, float]:
+    """What a choice of channels belongs to: the format of the activations and the share that is compensated."""
+    return config.rollout.activations, config.rollout.residual_compensation.fraction
 
 
 def open_policy(path: Path, overrides: Sequence[str] = (), task: str | None = None) -> OpenPolicy:
@@ -64,5 +71,5 @@ def open_policy(path: Path, overrides: Sequence[str] = (), task: str | None = No
     if task is not None and task != values["task"]["name"]:
         values = values | {"task": {"name": task}}
     config = from_mapping(values, overrides, source=f"the config stored in {path}")
-    channels = restore_channels(loaded.meta)
+    channels = {compensation(from_mapping(loaded.meta["config"])): restore_channels(loaded.meta)}
     return OpenPolicy(config, loaded.policy, loaded.params, loaded.multipliers, load_config_task(config), channels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trace_jax.config import METHODS, Config, from_mapping
@@ -34,6 +35,19 @@ def methods_of(config: Config, precision: str) -> tuple[str, ...]:
     return tuple(name for name in METHODS_OF[precision] if name not in left_out)
 
 
+def require_measurable(config: Config, plan: Mapping[str, Sequence[str]]) -> None:
+    """Raises UserError for a method that was asked for and does not make sense for the config's rollout."""
+    for precision, methods in plan.items():
+        for name in methods:
+            if name not in methods_of(config, precision):
+                remedy = (
+                    "follows a compensated rollout; add rollout.residual_compensation.fraction=0.5"
+                    if name == "quads"
+                    else "has a record, which holds no residual; set rollout.residual_compensation.fraction to 0.0"
+                )
+                raise UserError(f"--methods: {name} {remedy}, or leave it out")
+
+
 def require_precision(precision: str) -> None:
     """Raises UserError for a precision that does not exist."""
     if precision not in PRECISIONS:
@@ -60,7 +74,11 @@ def precision_config(config: Config, precision: str, method: str) -> Config:
 def precision_overrides(config: Config, precision: str) -> str:
     """The settings that bring a config's rollout to a precision, as on the command line; empty where it is there already."""
     values, keys = config.model_dump(mode="json"), PRECISIONS[precision]
-    return "" if overlay(values, keys) == values else " ".join(f"{name}={value}" for name, value in leaves(keys))
+    formats = "" if overlay(values, keys) == values else " ".join(f"{name}={value}" for name, value in leaves(keys))
+    # Another method's preset would switch the compensation off, or take another share.
+    fraction = config.rollout.residual_compensation.fraction
+    compensated = fraction > 0 and precision in BLOCK_FORMATS
+    return f"{formats} rollout.residual_compensation.fraction={fraction}".lstrip() if compensated else formats
 
 
 def precision_name(capabilities: Capabilities) -> str:

@@ -133,4 +133,4 @@ def _open(source: Path, overrides: Sequence[str]) -> OpenPolicy:
     if source.suffix not in (".yaml", ".yml"):
         return open_policy(source, overrides)
     setup, params, multipliers = initial_policy(load(source, overrides))
-    return OpenPolicy(setup.config, setup.policy, params, multipliers, setup.task, setup.channels)
+    return OpenPolicy(setup.config, setup.policy, params, multipliers, setup.task)

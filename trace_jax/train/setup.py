@@ -32,7 +32,6 @@ from trace_jax.tasks import Task, load_task
 from trace_jax.tokenizers import BUILT_IN, Tokenizer, load_tokenizer
 from trace_jax.train.checkpoint import load_policy
 from trace_jax.train.objective import ObjectiveSpec
-from trace_jax.train.read_checkpoint import restore_channels
 from trace_jax.train.sft import worked_example
 from trace_jax.train.update import UpdateSettings
 
@@ -224,8 +223,7 @@ def initial_policy(config: Config, task: Task | None = None) -> tuple[Setup, Par
     loaded = load_policy(path)
     _require_tokenizer(config, source, loaded.tokenizer)
     require_finite(loaded.params, source)
-    setup = build_setup(config, (loaded.policy.family, loaded.policy.config), task)
-    return replace(setup, channels=restore_channels(loaded.meta)), loaded.params, loaded.multipliers
+    return build_setup(config, (loaded.policy.family, loaded.policy.config), task), loaded.params, loaded.multipliers
 
 
 def _require_tokenizer(config: Config, source: str, trained: str) -> None:
