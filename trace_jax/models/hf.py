@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from trace_jax.errors import UserError
 from trace_jax.files import flush_to_disk
+from trace_jax.models.quantized_files import QuantizedTensorFiles
 from trace_jax.models.registry import FAMILIES
 from trace_jax.models.tensor_files import TensorFiles, read_json, write_tensors
 
@@ -66,11 +67,12 @@ def load_hf_directory(path: str | Path) -> HfCheckpoint:
     family = config_json.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f"{directory}: config.json: model_type is {family!r}; take a checkpoint of a supported type: {', '.join(FAMILIES)}")
+    quantization = config_json.pop("quantization_config", None)
     try:
         config = _module(family, "hf_config").from_hf(config_json)
     except UserError as error:
         raise UserError(f"{directory}: {error}") from error
-    with TensorFiles(directory) as files:
+    with TensorFiles(directory) if quantization is None else QuantizedTensorFiles(directory, quantization) as files:
         params = _module(family, "params").from_hf_tensors(config, files)
     return HfCheckpoint(family, config, params)
 
