@@ -7,15 +7,19 @@ Gate and up of one expert share a multiplier, because engines fuse the two and r
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from pallas_kernels import Quantized, block_format, decode_multiplier, fake_quant, fake_quant_fp8, quantize, round_to_bf16
 from trace_jax.layers.experts import ExpertWeights
 from trace_jax.quantization.plan import Format
+from trace_jax.sharding.axes import per_shard
+from trace_jax.sharding.rules import EXPERT_COLUMNS, EXPERT_ROWS, constrain_params
 
 
 def expert_multipliers(weights: ExpertWeights) -> tuple[Float[Array, "*L E"], Float[Array, "*L E"]]:
@@ -41,16 +45,10 @@ def fake_quant_experts(masters: ExpertWeights, fmt: Format) -> ExpertWeights:
         return masters
     rounded = ExpertWeights(*(round_to_bf16(w) for w in masters))
     if fmt == "fp8":
-        return ExpertWeights(*(fake_quant_fp8(w) for w in rounded))
+        return _per_shard(fake_quant_fp8, rounded, None)
     block = block_format(fmt)
-    if not block.has_multiplier:
-        return ExpertWeights(*(fake_quant(w, block) for w in rounded))
-    gate_up, down = expert_multipliers(rounded)
-    return ExpertWeights(
-        fake_quant(rounded.gate, block, _rows(gate_up, rounded.gate)),
-        fake_quant(rounded.up, block, _rows(gate_up, rounded.up)),
-        fake_quant(rounded.down, block, _rows(down, rounded.down)),
-    )
+    rows = _row_multipliers(rounded) if block.has_multiplier else None
+    return _per_shard(lambda w, rows=None: fake_quant(w, block, rows), rounded, rows)
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "dtype"))
@@ -65,7 +63,7 @@ def with_rounded_experts(params: dict[str, Any], *, fmt: Format, dtype: str) -> 
         experts = fake_quant_experts(ExpertWeights(**group["experts"]), fmt)
         return group | {"experts": {name: w.astype(dtype) for name, w in zip(ExpertWeights._fields, experts, strict=True)}}
 
-    return params | {"groups": {number: rounded(group) for number, group in params["groups"].items()}}
+    return constrain_params(params | {"groups": {number: rounded(group) for number, group in params["groups"].items()}})
 
 
 def quantize_experts(masters: ExpertWeights, fmt: Format) -> dict[str, Quantized]:
@@ -75,13 +73,29 @@ def quantize_experts(masters: ExpertWeights, fmt: Format) -> dict[str, Quantized
     """
     rounded = ExpertWeights(*(round_to_bf16(w) for w in masters))
     block = block_format(fmt)
+    rows = _row_multipliers(rounded) if block.has_multiplier else None
+
+    def codes_and_scales(w: Float[Array, "*E out in"], rows: Float[Array, "*E out"] | None = None) -> tuple[Array, Array]:
+        quantized = quantize(w, block, rows)
+        return quantized.codes, quantized.scales
+
+    parts = _per_shard(codes_and_scales, rounded, rows)
+    found = zip(ExpertWeights._fields, parts, rounded, rows or (None,) * 3, strict=True)
+    return {name: Quantized(*part, multiplier, size=w.shape[-1], fmt=block) for name, part, w, multiplier in found}
+
+
+def _row_multipliers(rounded: ExpertWeights) -> ExpertWeights:
+    """The multiplier of each row of the weights: that of its expert."""
     gate_up, down = expert_multipliers(rounded)
-    multipliers = {"gate": gate_up, "up": gate_up, "down": down}
-    return {
-        name: quantize(w, block, _rows(multipliers[name], w) if block.has_multiplier else None)
-        for name, w in zip(ExpertWeights._fields, rounded, strict=True)
-    }
+    return ExpertWeights(*(jnp.broadcast_to(m[..., None], w.shape[:-1]) for m, w in zip((gate_up, gate_up, down), rounded, strict=True)))
 
 
-def _rows(per_expert: Float[Array, "*E"], weight: Float[Array, "*E out in"]) -> Float[Array, "*E out"]:
-    return jnp.broadcast_to(per_expert[..., None], weight.shape[:-1])
+def _per_shard(function: Callable[..., Any], weights: ExpertWeights, rows: ExpertWeights | None) -> ExpertWeights:
+    """`function(weight)`, or `function(weight, rows)`, of each weight; on a mesh, of the share of it that each device has."""
+    results = []
+    for index, weight in enumerate(weights):
+        axes = (None,) * (weight.ndim - 3) + (EXPERT_COLUMNS if index == 2 else EXPERT_ROWS)
+        arguments = (weight,) if rows is None else (weight, rows[index])
+        specs = tuple(PartitionSpec(*axes[: argument.ndim]) for argument in arguments)
+        results.append(per_shard(function, specs, PartitionSpec(*axes))(*arguments))  # every result has the axes of the weight
+    return ExpertWeights(*results)
