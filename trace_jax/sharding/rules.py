@@ -9,6 +9,7 @@ hidden width of the experts, which is the contraction axis of the down projectio
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jaxtyping import Array, Shaped
 
 from pallas_kernels import block_format
 from trace_jax.errors import UserError
-from trace_jax.quantization.plan import BLOCK_FORMATS, QuantPlan
+from trace_jax.quantization.plan import BLOCK_FORMATS
 from trace_jax.sharding.axes import AxisName, constrain, in_mesh
 
 EXPERT_ROWS, EXPERT_COLUMNS = ("expert", ("tensor", "fsdp"), None), ("expert", "fsdp", "tensor")
@@ -54,7 +55,7 @@ UNEVEN = ("embed/weight", "lm_head/weight")
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """The sharding of every parameter, or optimizer moment, of a tree; scalars and multipliers are whole everywhere.
+    """The sharding of every parameter, or optimizer moment, of a tree; scalars are whole everywhere.
 
     Args:
       tree: arrays or shapes, the parameters anywhere in it.
@@ -86,12 +87,12 @@ def gathered(layer: Any) -> Any:
     return jax.tree_util.tree_map_with_path(gather, layer) if in_mesh() else layer
 
 
-def check_heads_and_blocks(mesh: Mesh, model: Any, plan: QuantPlan) -> None:
+def check_heads_and_blocks(mesh: Mesh, model: Any, formats: Iterable[str]) -> None:
     """Refuses a tensor axis that would cut a head or a quantization block in two.
 
     Args:
       model: config of the policy.
-      plan: of the rollout, for its formats.
+      formats: of the experts' weights and inputs.
 
     Raises:
       UserError: it does.
@@ -105,7 +106,7 @@ def check_heads_and_blocks(mesh: Mesh, model: Any, plan: QuantPlan) -> None:
             )
     width = model.expert_hidden_size
     blocks = {"bf16": 1, "fp8": min(FP8_BLOCK, width)} | {name: block_format(name).block for name in BLOCK_FORMATS}
-    block = max(blocks[name] for name in (plan.weights, plan.down_input.format))
+    block = max(blocks[name] for name in formats)
     if tensor > 1 and width % (tensor * block):
         raise UserError(
             f"mesh.tensor is {tensor}: the {width} hidden columns of an expert (expert_hidden_size) are not {tensor} shares of whole "
@@ -115,7 +116,7 @@ def check_heads_and_blocks(mesh: Mesh, model: Any, plan: QuantPlan) -> None:
 
 def _spec(path: tuple[Any, ...], shape: tuple[int, ...], sizes: dict[str, int]) -> PartitionSpec:
     names = _names(path)
-    if not shape or names[:1] == ("multipliers",):
+    if not shape:
         return PartitionSpec()
     rule = _rule(names)
     axes = ((None,) if "groups" in names else ()) + rule
