@@ -45,10 +45,11 @@ def fake_quant_experts(masters: ExpertWeights, fmt: Format) -> ExpertWeights:
         return masters
     rounded = ExpertWeights(*(round_to_bf16(w) for w in masters))
     if fmt == "fp8":
-        return _per_shard(fake_quant_fp8, rounded, None)
+        return ExpertWeights(*_per_shard(fake_quant_fp8, rounded))
     block = block_format(fmt)
-    rows = _row_multipliers(rounded) if block.has_multiplier else None
-    return _per_shard(lambda w, rows=None: fake_quant(w, block, rows), rounded, rows)
+    if not block.has_multiplier:
+        return ExpertWeights(*_per_shard(lambda w: fake_quant(w, block), rounded))
+    return ExpertWeights(*_per_shard(lambda w, rows: fake_quant(w, block, rows), rounded, expert_multipliers(rounded)))
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "dtype"))
@@ -73,29 +74,32 @@ def quantize_experts(masters: ExpertWeights, fmt: Format) -> dict[str, Quantized
     """
     rounded = ExpertWeights(*(round_to_bf16(w) for w in masters))
     block = block_format(fmt)
-    rows = _row_multipliers(rounded) if block.has_multiplier else None
 
-    def codes_and_scales(w: Float[Array, "*E out in"], rows: Float[Array, "*E out"] | None = None) -> tuple[Array, Array]:
-        quantized = quantize(w, block, rows)
-        return quantized.codes, quantized.scales
+    def parts(w: Float[Array, "*E out in"], *rows: Float[Array, "*E out"]) -> tuple[Array, ...]:
+        quantized = quantize(w, block, *rows)
+        return quantized.codes, quantized.scales, *rows
 
-    parts = _per_shard(codes_and_scales, rounded, rows)
-    found = zip(ExpertWeights._fields, parts, rounded, rows or (None,) * 3, strict=True)
-    return {name: Quantized(*part, multiplier, size=w.shape[-1], fmt=block) for name, part, w, multiplier in found}
-
-
-def _row_multipliers(rounded: ExpertWeights) -> ExpertWeights:
-    """The multiplier of each row of the weights: that of its expert."""
-    gate_up, down = expert_multipliers(rounded)
-    return ExpertWeights(*(jnp.broadcast_to(m[..., None], w.shape[:-1]) for m, w in zip((gate_up, gate_up, down), rounded, strict=True)))
+    found = _per_shard(parts, rounded, expert_multipliers(rounded) if block.has_multiplier else None)
+    return {
+        name: Quantized(codes, scales, rows[0] if rows else None, size=w.shape[-1], fmt=block)
+        for name, (codes, scales, *rows), w in zip(ExpertWeights._fields, found, rounded, strict=True)
+    }
 
 
-def _per_shard(function: Callable[..., Any], weights: ExpertWeights, rows: ExpertWeights | None) -> ExpertWeights:
-    """`function(weight)`, or `function(weight, rows)`, of each weight; on a mesh, of the share of it that each device has."""
+def _per_shard(function: Callable[..., Any], weights: ExpertWeights, multipliers: tuple[Array, Array] | None = None) -> list[Any]:
+    """`function(weight)`, or `function(weight, multipliers of its rows)`, of each weight; on a mesh, of the share that each device has.
+
+    Args:
+      multipliers: per expert, one for gate and up and one for down.
+    """
     results = []
     for index, weight in enumerate(weights):
         axes = (None,) * (weight.ndim - 3) + (EXPERT_COLUMNS if index == 2 else EXPERT_ROWS)
-        arguments = (weight,) if rows is None else (weight, rows[index])
+        arguments = [weight]
+        if multipliers is not None:
+            arguments.append(jnp.broadcast_to(multipliers[index == 2][..., None], weight.shape[:-1]))
         specs = tuple(PartitionSpec(*axes[: argument.ndim]) for argument in arguments)
-        results.append(per_shard(function, specs, PartitionSpec(*axes))(*arguments))  # every result has the axes of the weight
-    return ExpertWeights(*results)
+        shapes = jax.eval_shape(function, *arguments)
+        outputs = jax.tree.map(lambda leaf, axes=axes: PartitionSpec(*axes[: leaf.ndim]), shapes)
+        results.append(per_shard(function, specs, outputs)(*arguments))
+    return results

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
 AXES = ("data", "fsdp", "expert", "tensor")
 """Names of the axes, in the order of the devices."""
@@ -33,8 +33,8 @@ def on_one_shard() -> bool:
     return AXES[0] in jax.sharding.get_abstract_mesh().manual_axes
 
 
-def constrain(x: Shaped[Array, "*s"], *axes: AxisName) -> Shaped[Array, "*s"]:
-    """`x`, divided over the mesh as said: one entry for each leading axis of the array, the other axes whole."""
+def constrain(x: Any, *axes: AxisName) -> Any:
+    """An array or number, divided over the mesh as said: an entry for each of its leading axes, the other axes whole."""
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes)) if in_mesh() else x
 
 
