@@ -20,6 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tiny_policy as tiny  # noqa: E402
 
+from pallas_kernels import grouped_matmul  # noqa: E402
+from trace_jax.layers import expert_parallel  # noqa: E402
+from trace_jax.layers.experts import ExpertWeights  # noqa: E402
 from trace_jax.models.policy import Policy  # noqa: E402
 from trace_jax.models.registry import Params, init_params  # noqa: E402
 from trace_jax.quantization.calibration import calibrate  # noqa: E402
@@ -129,5 +132,75 @@ def _compare(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def compare_transports() -> dict[str, float]:
+    """Value and gradients of an exchange whose rows travel by `ragged_all_to_all`, which CPUs lack and which is therefore written out
+    here, against the one that sends padded slots; and, as a control, with the offsets of the receivers taken as those of the senders.
+    """
+    mesh = device_mesh({"data": 2, "expert": 4})
+    assert mesh is not None
+    keys = jax.random.split(jax.random.key(0), 5)
+    x = jax.random.normal(keys[0], (48, 6))
+    ids = jax.random.categorical(keys[1], jnp.arange(8.0) * 0.4, shape=(48, 2)).astype(jnp.int32)  # devices with many rows and with few
+    mixing = jax.random.uniform(keys[2], (48, 2))
+    weights = ExpertWeights(*(jax.random.normal(keys[3], shape) for shape in ((8, 4, 6), (8, 4, 6), (8, 6, 4))))
+
+    def products(rows: jax.Array, sizes: jax.Array, weights: ExpertWeights) -> jax.Array:
+        return grouped_matmul(grouped_matmul(rows, weights.gate, sizes), weights.down, sizes)
+
+    def run(ragged: bool) -> list[np.ndarray]:
+        def loss(x: jax.Array, mixing: jax.Array, weights: ExpertWeights) -> tuple[jax.Array, jax.Array]:
+            y = expert_parallel.exchange_rows(products, x, ids, mixing, weights, ragged)
+            return jnp.sum(jnp.sin(y)), y
+
+        with jax.set_mesh(mesh):
+            return jax.device_get(jax.tree.leaves(jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(x, mixing, weights)))
+
+    def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+        gathered = (jax.lax.all_gather(part, axis_name) for part in (operand, input_offsets, send_sizes, output_offsets))
+        (operands, starts, sent, places), me = gathered, jax.lax.axis_index(axis_name)
+        index = jnp.arange(output.shape[0])
+        for source in range(operands.shape[0]):
+            row = index - places[source, me]
+            # A size that the two sides do not agree on hangs a real device; here it loses the rows.
+            found = (row >= 0) & (row < sent[source, me]) & (sent[source, me] == recv_sizes[source])
+            values = operands[source][jnp.clip(row + starts[source, me], 0, operand.shape[0] - 1)]
+            output = jnp.where(found.reshape(-1, *[1] * (output.ndim - 1)), values, output)
+        return output
+
+    slots = run(False)
+    jax.lax.ragged_all_to_all = ragged_all_to_all
+    rows = run(True)
+    jax.lax.ragged_all_to_all = lambda a, b, starts, sizes, places, received, *, axis_name: ragged_all_to_all(
+        a, b, places, sizes, starts, received, axis_name=axis_name
+    )
+    wrong = run(True)
+    return {
+        "difference": max(float(np.max(np.abs(a - b))) for a, b in zip(slots, rows, strict=True)),
+        "control": max(float(np.max(np.abs(a - b))) for a, b in zip(slots, wrong, strict=True)),
+    }
+
+
+def lowers_for_gpus() -> bool:
+    """Whether the exchange, with its gradient, lowers for CUDA with the collective of that name."""
+    mesh = device_mesh({"expert": 8})
+    assert mesh is not None
+    weights = ExpertWeights(jnp.ones((8, 4, 6)), jnp.ones((8, 4, 6)), jnp.ones((8, 6, 4)))
+
+    def loss(x: jax.Array, weights: ExpertWeights) -> jax.Array:
+        ids = jnp.zeros((16, 2), jnp.int32)
+
+        def products(rows: jax.Array, sizes: jax.Array, weights: ExpertWeights) -> jax.Array:
+            return rows * jnp.sum(weights.gate)
+
+        return jnp.sum(expert_parallel.exchange_rows(products, x, ids, jnp.ones((16, 2)), weights, True))
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(loss)).trace(jnp.ones((16, 6)), weights).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("@ragged_all_to_all") >= 3
+
+
 if __name__ == "__main__":
-    print(json.dumps({name: run_group(**GROUPS[name]) for name in sys.argv[1:]}, default=float))
+    results: dict[str, Any] = {name: run_group(**GROUPS[name]) for name in sys.argv[1:] if name in GROUPS}
+    if "transports" in sys.argv:
+        results["transports"] = {"lowers": lowers_for_gpus(), **compare_transports()}
+    print(json.dumps(results, default=float))

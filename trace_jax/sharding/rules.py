@@ -9,7 +9,7 @@ hidden width of the experts, which is the contraction axis of the down projectio
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -63,16 +63,19 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     Raises:
       UserError: a parameter has no rule, or its size does not divide.
     """
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: NamedSharding(mesh, _spec(path, leaf.shape, dict(mesh.shape))), tree)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, dict(mesh.shape)))
+
+
+def specs(tree: Any, sizes: Mapping[str, int]) -> Any:
+    """As `shardings`, as a tree of `PartitionSpec`, for a mesh of these sizes by axis."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _spec(path, leaf.shape, sizes), tree)
 
 
 def constrain_params(tree: Any) -> Any:
     """A tree of parameters, moments or gradients being traced, divided by the rules; as it is without a mesh."""
     if not in_mesh():
         return tree
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: constrain(leaf, *_spec(path, leaf.shape, dict(jax.sharding.get_abstract_mesh().shape))), tree
-    )
+    return jax.tree.map(lambda leaf, spec: constrain(leaf, *spec), tree, specs(tree, dict(jax.sharding.get_abstract_mesh().shape)))
 
 
 def gathered(layer: Any) -> Any:
@@ -87,22 +90,23 @@ def gathered(layer: Any) -> Any:
     return jax.tree_util.tree_map_with_path(gather, layer) if in_mesh() else layer
 
 
-def check_heads_and_blocks(mesh: Mesh, model: Any, formats: Iterable[str]) -> None:
+def check_heads_and_blocks(sizes: Mapping[str, int], model: Any, formats: Iterable[str]) -> None:
     """Refuses a tensor axis that would cut a head or a quantization block in two.
 
     Args:
+      sizes: of the mesh, by axis.
       model: config of the policy.
       formats: of the experts' weights and inputs.
 
     Raises:
       UserError: it does.
     """
-    tensor = mesh.shape["tensor"]
+    tensor = sizes["tensor"]
     for name in ("num_heads", "num_kv_heads"):
         if getattr(model, name) % tensor:
             raise UserError(
                 f"mesh.tensor is {tensor}, which does not divide the model's {name}={getattr(model, name)}: a head, and the blocks of its "
-                f"keys and values, belongs to one device; write a divisor"
+                "keys and values, belongs to one device; write a divisor"
             )
     width = model.expert_hidden_size
     blocks = {"bf16": 1, "fp8": min(FP8_BLOCK, width)} | {name: block_format(name).block for name in BLOCK_FORMATS}
@@ -114,7 +118,7 @@ def check_heads_and_blocks(mesh: Mesh, model: Any, formats: Iterable[str]) -> No
         )
 
 
-def _spec(path: tuple[Any, ...], shape: tuple[int, ...], sizes: dict[str, int]) -> PartitionSpec:
+def _spec(path: tuple[Any, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
     names = _names(path)
     if not shape:
         return PartitionSpec()

@@ -240,7 +240,7 @@ def training_mesh(config: Config, family: str, model: ModelConfig) -> Mesh | Non
     """
     mesh = device_mesh(dict(config.mesh))
     if mesh is not None:
-        check_heads_and_blocks(mesh, model, (config.rollout.weights, config.rollout.activations))
+        check_heads_and_blocks(dict(mesh.shape), model, (config.rollout.weights, config.rollout.activations))
         shardings(param_shapes(family, model), mesh)
     return mesh
 
