@@ -31,6 +31,8 @@ from trace_jax.models.qwen3_moe.modules import Layer, Qwen3Moe
 from trace_jax.quantization.channels import channel_energy
 from trace_jax.quantization.sites import parity_agreement, round_site
 from trace_jax.quantization.weights import fake_quant_experts
+from trace_jax.sharding.axes import BATCH, constrain
+from trace_jax.sharding.rules import gathered
 
 MODULE = Qwen3Moe
 
@@ -48,7 +50,7 @@ def forward(model: Qwen3Moe, config: Qwen3MoeConfig, inputs: ForwardInputs, opti
       Hidden states and everything that was asked for, see `ForwardOutput`.
     """
     dtype = jnp.dtype(options.compute_dtype)
-    x = model.embed.weight[...][inputs.tokens].astype(dtype)
+    x = constrain(constrain(model.embed.weight[...], "tensor")[inputs.tokens].astype(dtype), BATCH)
     graphdef, stacked = nnx.split(model.groups[0])
     layer_ids = jnp.arange(config.num_layers, dtype=jnp.int32)
     routes = None if inputs.routes is None else jnp.moveaxis(inputs.routes, 2, 0)
@@ -58,11 +60,11 @@ def forward(model: Qwen3Moe, config: Qwen3MoeConfig, inputs: ForwardInputs, opti
         carry: tuple[Float[Array, "B T D"], KVCache | None], xs: Any
     ) -> tuple[tuple[Float[Array, "B T D"], KVCache | None], dict[str, Any]]:
         state, layer_id, multipliers, channels, replay = xs
-        layer = nnx.merge(graphdef, state)
+        layer = nnx.merge(graphdef, gathered(state))
         x, cache = carry
         x, cache, extras = _attention_block(layer, config, x, cache, layer_id, multipliers, turns, inputs, options)
         x, more = _expert_block(layer, config, x, layer_id, multipliers, channels, replay, inputs, options)
-        return (x, cache), {name: extras.get(name, {}) | more.get(name, {}) for name in extras | more}
+        return (constrain(x, BATCH), cache), {name: extras.get(name, {}) | more.get(name, {}) for name in extras | more}
 
     if options.remat:
         body = jax.checkpoint(body)
@@ -80,7 +82,7 @@ def forward(model: Qwen3Moe, config: Qwen3MoeConfig, inputs: ForwardInputs, opti
 
 def output_head(model: Qwen3Moe, config: Qwen3MoeConfig) -> Float[Array, "V D"]:
     """The matrix that turns hidden states into logits."""
-    return model.embed.weight[...] if config.tie_embeddings else model.lm_head.weight[...]
+    return constrain(model.embed.weight[...] if config.tie_embeddings else model.lm_head.weight[...], "tensor")
 
 
 def _attention_block(
@@ -204,7 +206,7 @@ def _round(
         if site in options.capture:
             extras["captured"][site] = captured
     if options.measure_parity and guide is not None and guide.kind != "scales":
-        extras["parity"][site] = parity_agreement(x, rounded, guide, plan, multiplier)
+        extras["parity"][site] = parity_agreement(site, x, rounded, guide, plan, multiplier)
     return rounded
 
 
