@@ -33,7 +33,9 @@ def expert_blocks(policy: Policy, params: StoredParams, layer: int) -> Iterator[
       number of the first expert of the block, and its weights as views of the layer's; all blocks have one size.
     """
     config = policy.config
-    whole = {name: params.read(("groups", 0, "experts", name), (layer,)) for name in ExpertWeights._fields}
+    stack = next(stack for stack in config.stacks if layer in stack.layer_ids)
+    place = (stack.layer_ids.index(layer),)
+    whole = {name: params.read((*stack.path, "experts", name), place) for name in ExpertWeights._fields}
     size = block_size(config.num_experts, 3 * config.hidden_size * config.expert_hidden_size)
     for first in range(0, config.num_experts, size):
         yield first, {name: weights[first : first + size] for name, weights in whole.items()}

@@ -14,7 +14,8 @@ import pytest
 
 from trace_jax.errors import UserError
 from trace_jax.models.hf import load_hf_directory
-from trace_jax.models.qwen3_moe.params import key_map, parameter_shapes
+from trace_jax.models.key_map import parameter_shapes
+from trace_jax.models.qwen3_moe.params import key_map
 from trace_jax.models.registry import param_shapes
 
 EXPERTS = "model.layers.{}.mlp.experts"
@@ -52,7 +53,7 @@ def test_key_map_is_the_reviewed_one(make_checkpoint: Callable[..., Any]) -> Non
 @pytest.mark.parametrize("attention_bias", [False, True])
 def test_key_map_covers_our_tree_exactly_once(make_checkpoint: Callable[..., Any], tie_embeddings: bool, attention_bias: bool) -> None:
     config = make_checkpoint(tie_embeddings=tie_embeddings, attention_bias=attention_bias).config
-    times = {path: np.zeros(shape, np.int64) for path, shape in parameter_shapes(config).items()}
+    times = {path: np.zeros(shape, np.int64) for path, shape in parameter_shapes(key_map(config)).items()}
     for entry in key_map(config):
         assert times[entry.path][entry.position].shape == entry.shape
         times[entry.path][entry.position] += 1

@@ -97,17 +97,17 @@ def compare_sites(
     """
     assert audited.audit is not None  # the caller selected audited sequences
     recorded = audited.replace(guidance=audited.audit.record)
-    num_layers = settings.spec.policy.config.num_layers
+    config = settings.spec.policy.config
     results: dict[tuple[str, int], SiteComparison] = {}
     for micro in settings.plan(audited.lengths()):
-        batch, _ = make_batch(audited, micro.bins, micro.length, micro.rows, num_layers=num_layers, replay=settings.replay)
+        batch, _ = make_batch(audited, micro.bins, micro.length, micro.rows, num_layers=config.num_layers, replay=settings.replay)
         observed = _observe(params, multipliers, batch, spec=settings.spec)
         full = pack_batch(recorded, micro.bins, micro.length, micro.rows).guidance
         assert full is not None  # just put there
         for name, record in full.sites.items():
             values: SiteValues = jax.device_get(observed[name])
             for slot, layer in enumerate(record.layer_ids.tolist()):
-                found = _compare(_layer(values, layer), record, slot, full.valid)
+                found = _compare(_layer(values, config.layers_of(name).index(layer)), record, slot, full.valid)
                 results[name, layer] = results[name, layer] + found if (name, layer) in results else found
     return results
 
@@ -118,8 +118,8 @@ def _observe(params: Params, multipliers: Multipliers, batch: TrainBatch, *, spe
     return spec.policy.forward(params, batch.inputs(multipliers), options).observed
 
 
-def _layer(values: SiteValues, layer: int) -> SiteValues:
-    return SiteValues(np.asarray(values.before[layer], np.float32), np.asarray(values.after[layer], np.float32))
+def _layer(values: SiteValues, place: int) -> SiteValues:
+    return SiteValues(np.asarray(values.before[place], np.float32), np.asarray(values.after[place], np.float32))
 
 
 def _compare(values: SiteValues, record: PaddedSite, slot: int, valid: Bool[np.ndarray, "B T"]) -> SiteComparison:

@@ -22,8 +22,10 @@ from jax.typing import DTypeLike
 
 from trace_jax.errors import UserError
 from trace_jax.files import flush_to_disk
+from trace_jax.models.hf_tensors import from_hf_tensors, to_hf_tensors
+from trace_jax.models.key_map import file_shapes
 from trace_jax.models.quantized_files import QuantizedTensorFiles
-from trace_jax.models.registry import FAMILIES
+from trace_jax.models.registry import FAMILIES, key_map
 from trace_jax.models.tensor_files import TensorFiles, read_json, write_tensors
 
 STORED_DTYPES = ("bfloat16", "float16", "float32")
@@ -69,11 +71,11 @@ def load_hf_directory(path: str | Path) -> HfCheckpoint:
         raise UserError(f"{directory}: config.json: model_type is {family!r}; take a checkpoint of a supported type: {', '.join(FAMILIES)}")
     quantization = config_json.pop("quantization_config", None)
     try:
-        config = _module(family, "hf_config").from_hf(config_json)
+        config = _hf_config(family).from_hf(config_json)
     except UserError as error:
         raise UserError(f"{directory}: {error}") from error
     with TensorFiles(directory) if quantization is None else QuantizedTensorFiles(directory, quantization) as files:
-        params = _module(family, "params").from_hf_tensors(config, files)
+        params = from_hf_tensors(config, key_map(family, config), files)
     return HfCheckpoint(family, config, params)
 
 
@@ -93,7 +95,7 @@ def save_hf_directory(
       path: target; must not exist, or be an empty directory.
       family: folder name below `trace_jax.models`.
       config: the family's config.
-      params: nested dict of NumPy or JAX arrays, as the family's `params` module describes.
+      params: nested dict of NumPy or JAX arrays, as the family's key map describes.
       dtype: `bfloat16`, `float16` or `float32`; values are rounded to nearest even.
       tokenizer_dir: directory whose tokenizer and generation files are copied over.
       max_shard_bytes: tensors beyond this size are spread over several files.
@@ -105,12 +107,12 @@ def save_hf_directory(
     target, stored = Path(os.path.abspath(path)), np.dtype(dtype)
     if stored.name not in STORED_DTYPES:
         raise UserError(f"dtype {stored.name} cannot be stored; write one of {', '.join(STORED_DTYPES)}")
-    mapping = _module(family, "params")
+    entries = key_map(family, config)
     carried = [] if tokenizer_dir is None else carried_files(tokenizer_dir)
     if tokenizer_dir is not None and not carried:
         raise UserError(f"{tokenizer_dir} holds no tokenizer or generation file such as tokenizer.json; give a tokenizer directory")
     with appearing_directory(target) as directory:
-        write_tensors(directory, mapping.hf_names(config), mapping.to_hf_tensors(config, params), stored, max_shard_bytes)
+        write_tensors(directory, list(file_shapes(entries).items()), to_hf_tensors(entries, params), stored, max_shard_bytes)
         write_config(directory, family, config, torch_dtype=stored.name)
         for file in carried:
             shutil.copyfile(file, directory / file.name)
@@ -118,7 +120,7 @@ def save_hf_directory(
 
 def write_config(directory: Path, family: str, config: Any, **values: Any) -> None:
     """Writes `config.json` of a family's config, with further keys."""
-    config_json = {**_module(family, "hf_config").to_hf(config), **values}
+    config_json = {**_hf_config(family).to_hf(config), **values}
     (directory / "config.json").write_text(json.dumps(config_json, indent=2, sort_keys=True) + "\n")
 
 
@@ -150,5 +152,5 @@ def carried_files(directory: str | Path) -> list[Path]:
     return [file for name in CARRIED_FILES if (file := Path(directory) / name).is_file()]
 
 
-def _module(family: str, name: str) -> ModuleType:
-    return importlib.import_module(f"trace_jax.models.{family}.{name}")
+def _hf_config(family: str) -> ModuleType:
+    return importlib.import_module(f"trace_jax.models.{family}.hf_config")

@@ -23,7 +23,7 @@ from trace_jax.quantization.plan import QuantPlan, rollout_plan, trainer_plan
 from trace_jax.rl.corrections import Correction
 from trace_jax.rl.losses import PolicyLoss
 from trace_jax.rollout.embedded.decode import CaptureSpec
-from trace_jax.rollout.embedded.engine import EmbeddedEngine
+from trace_jax.rollout.embedded.engine import EmbeddedEngine, require_cache_formats
 from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.prompts import SamplingSettings
 from trace_jax.rollout.weight_sync import layer_updates
@@ -74,7 +74,7 @@ class Setup:
             spec=self.objective,
             micro_batch_tokens=self.config.train.micro_batch_tokens,
             max_length=max_length,
-            replay=algorithm.routing_replay,
+            replay=algorithm.routing_replay and bool(self.policy.config.moe_layer_ids),
             aggregation=algorithm.aggregation,
             loss_scale_factor=algorithm.loss_scale_factor or self.config.rollout.max_new_tokens,
         )
@@ -164,6 +164,7 @@ def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = N
     plan = rollout_plan(
         rollout.weights, rollout.activations, rollout.kv_cache.k, rollout.kv_cache.v, rollout.activation_scale == "per_token"
     )
+    _require_sites(policy, plan)
     algorithm, correction = config.algorithm, config.algorithm.correction
     objective = ObjectiveSpec(
         policy=policy,
@@ -173,6 +174,21 @@ def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = N
     )
     sampling = SamplingSettings(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_prompt_tokens)
     return Setup(config, policy, tokenizer, task or load_config_task(config), plan, objective, sampling)
+
+
+def _require_sites(policy: Policy, plan: QuantPlan) -> None:
+    """Refuses a rollout that is to round what the family does not have.
+
+    Raises:
+      UserError: FP4 experts of a dense family, or a rounded cache that holds no keys and values.
+    """
+    require_cache_formats(policy, plan)
+    rounded = [key for key, fmt in (("weights", plan.weights), ("activations", plan.expert_input.format)) if fmt != "bf16"]
+    if rounded and not policy.config.moe_layer_ids:
+        raise UserError(
+            f"rollout.{rounded[0]} rounds routed experts, and {policy.family} has none; write bf16 for rollout.weights and "
+            "rollout.activations"
+        )
 
 
 def _require_agreement(config: Config, loaded: ModelConfig) -> None:
