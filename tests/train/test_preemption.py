@@ -68,7 +68,9 @@ def undisturbed(tmp_path_factory, config):
 
 def content(directory) -> tuple[str, list[bytes]]:
     """Metrics without what a clock measured, and the answers."""
-    rows = [{name: value for name, value in row.items() if not name.startswith(("time/", "throughput/"))} for row in read_metrics(directory)]
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith(("time/", "throughput/"))} for row in read_metrics(directory)
+    ]
     return json.dumps(rows), [path.read_bytes() for path in sorted((directory / "rollouts").iterdir())]
 
 
