@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -24,10 +25,10 @@ from trace_jax.rl.corrections import Correction
 from trace_jax.rl.losses import PolicyLoss
 from trace_jax.rollout.embedded.decode import CaptureSpec
 from trace_jax.rollout.embedded.engine import EmbeddedEngine, require_cache_formats
-from trace_jax.rollout.engine import Engine
+from trace_jax.rollout.engine import Engine, send_weights
 from trace_jax.rollout.prompts import SamplingSettings
 from trace_jax.rollout.weight_sync import layer_updates
-from trace_jax.rollout.weight_update import Ack, UpdateDigest
+from trace_jax.rollout.weight_update import Ack, LayerUpdate
 from trace_jax.sharding.mesh import device_mesh
 from trace_jax.sharding.placement import put_params
 from trace_jax.sharding.rules import check_heads_and_blocks, shardings
@@ -298,15 +299,15 @@ def calibration_sequences(setup: Setup) -> list[list[int]]:
     return [worked_example(row, setup.tokenizer)[0] for row in rows]
 
 
+def weight_updates(setup: Setup, params: Params, multipliers: Multipliers) -> Iterator[LayerUpdate]:
+    """Weights as the run's engine takes them."""
+    return layer_updates(setup.policy, setup.rollout_plan, params, multipliers)
+
+
 def sync_weights(engine: Engine, setup: Setup, params: Params, multipliers: Multipliers, version: int) -> Ack:
     """Sends the weights and compares the engine's count and checksum with the sender's.
 
     Raises:
       RuntimeError: the engine received something else.
     """
-    digest = UpdateDigest()
-    updates = layer_updates(setup.policy, setup.rollout_plan, params, multipliers)
-    ack = engine.update_weights(digest.observe(updates), version)
-    if ack != digest.ack(version):
-        raise RuntimeError(f"weight sync failed: sent {digest.ack(version)}, the engine acknowledged {ack}")
-    return ack
+    return send_weights(engine, weight_updates(setup, params, multipliers), version)
