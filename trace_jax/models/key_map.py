@@ -7,7 +7,8 @@ round, or two in one tensor, say so in the entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -112,15 +113,20 @@ def mlp_tensors(config: DecoderConfig, hidden_size: int, name: str = "mlp", path
         yield LayerTensor(f"{name}.{part}_proj.weight", shape, (path, part))
 
 
-def expert_tensors(config: DecoderConfig, name: str = "mlp.experts.{expert}.{part}_proj.weight") -> Iterator[LayerTensor]:
+def expert_tensors(
+    config: DecoderConfig,
+    name: str = "mlp.experts.{expert}.{part}.weight",
+    parts: Mapping[str, str] = MappingProxyType({"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
+) -> Iterator[LayerTensor]:
     """The tensors of `modules.Experts`, one expert after the other.
 
     Args:
-      name: with `{expert}` and `{part}` (`gate`, `up` or `down`).
+      name: with `{expert}` and `{part}`.
+      parts: what the files call the three matrices.
     """
     for expert in range(config.num_experts):
         for part, shape in gated_shapes(config.hidden_size, config.expert_hidden_size).items():
-            yield LayerTensor(name.format(expert=expert, part=part), shape, ("experts", part), expert)
+            yield LayerTensor(name.format(expert=expert, part=parts[part]), shape, ("experts", part), expert)
 
 
 def gated_shapes(width: int, hidden: int) -> dict[str, tuple[int, int]]:

@@ -20,7 +20,11 @@ from trace_jax.errors import UserError
 from trace_jax.models.decoder_config import DecoderConfig
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.key_map import Entry
+from trace_jax.models.llama.config import LlamaConfig
+from trace_jax.models.mixtral.config import MixtralConfig
 from trace_jax.models.modules import Decoder
+from trace_jax.models.olmoe.config import OlmoeConfig
+from trace_jax.models.qwen3.config import Qwen3Config
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
 from trace_jax.sharding.axes import constrain
 
@@ -30,7 +34,9 @@ Params = dict[str, Any]
 ModelConfig = DecoderConfig
 """Config of any supported family."""
 
-FAMILIES: dict[str, type[ModelConfig]] = {config.FAMILY: config for config in (Qwen3MoeConfig,)}
+FAMILIES: dict[str, type[ModelConfig]] = {
+    config.FAMILY: config for config in (Qwen3MoeConfig, OlmoeConfig, MixtralConfig, Qwen3Config, LlamaConfig)
+}
 """Family name -> its config class. The modules `modeling`, `params` and `hf_config` of `trace_jax.models.<family>` hold the rest."""
 
 
