@@ -208,7 +208,10 @@ def test_rotary_buffers_are_ignored(make_checkpoint: Callable[..., Any]) -> None
             r"model\.safetensors: model\.layers\.0\.mlp\.gate\.weight holds NaN or infinity",
         ),
         ({"set": {ROUTER: np.full((3, 8), np.inf, ml_dtypes.bfloat16)}}, r"model\.layers\.0\.mlp\.gate\.weight holds NaN or infinity"),
-        ({"set": {ROUTER: np.ones((3, 8), np.uint8)}}, r"model\.layers\.0\.mlp\.gate\.weight has type U8 and config.json no quantization_config .* import the unquantized"),
+        (
+            {"set": {ROUTER: np.ones((3, 8), np.uint8)}},
+            r"model\.layers\.0\.mlp\.gate\.weight has type U8 and config.json no quantization_config .* import the unquantized",
+        ),
     ],
     ids=["missing", "unknown", "renamed", "transposed", "nan", "infinity", "type"],
 )
@@ -237,7 +240,7 @@ def test_missing_directory_and_config(tmp_path: Path, make_checkpoint: Callable[
 
 
 @pytest.mark.parametrize(
-    "text, message", [("{", "not readable JSON"), ("[]", "holds no JSON object"), ('{"model_type": "llama"}', "'llama'.*qwen3_moe")]
+    "text, message", [("{", "not readable JSON"), ("[]", "holds no JSON object"), ('{"model_type": "gpt2"}', "'gpt2'.*qwen3_moe")]
 )
 def test_bad_config_files(make_checkpoint: Callable[..., Any], text: str, message: str) -> None:
     checkpoint = make_checkpoint()

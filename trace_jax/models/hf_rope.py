@@ -107,7 +107,9 @@ def _scaling(key: str, kind: str, rope: Mapping[str, Any]) -> RopeScaling:
         return RopeScaling(kind, factor, original, low_freq_factor=low, high_freq_factor=high)
     stated = rope.get("attention_factor")
     if stated is None and rope.get("mscale") and rope.get("mscale_all_dim"):
-        stated = mscale(factor, number(f"{key}.mscale", rope["mscale"])) / mscale(factor, number(f"{key}.mscale_all_dim", rope["mscale_all_dim"]))
+        stated = mscale(factor, number(f"{key}.mscale", rope["mscale"])) / mscale(
+            factor, number(f"{key}.mscale_all_dim", rope["mscale_all_dim"])
+        )
     return RopeScaling(
         kind,
         factor,

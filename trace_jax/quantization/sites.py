@@ -136,7 +136,9 @@ def round_site(
     if channels is not None:
         rounded = jnp.concatenate(residual_fake_quant(x, channels, fmt, scale), axis=-1)
     else:
-        rounded = _per_shard(site, lambda x, scale: fake_quant(x, fmt, scale), x, scale) if quantized is None else dequantize(quantized, x.dtype)
+        rounded = (
+            _per_shard(site, lambda x, scale: fake_quant(x, fmt, scale), x, scale) if quantized is None else dequantize(quantized, x.dtype)
+        )
     if quantized is None:
         return rounded, None
     token_scale = None
