@@ -27,7 +27,7 @@ from trace_jax.models.key_map import Entry, file_shapes, parameter_shapes
 from trace_jax.models.quantized_files import QuantizedTensorFiles
 from trace_jax.models.registry import FAMILIES, key_map
 from trace_jax.models.tensor_files import TensorFiles, read_json, write_tensors
-from trace_jax.models.upcycled_files import Upcycling, UpcycledFiles, upcycling_target
+from trace_jax.models.upcycled_files import UpcycledFiles, Upcycling, upcycling_target
 
 STORED_DTYPES = ("bfloat16", "float16", "float32")
 MAX_SHARD_BYTES = 5_000_000_000

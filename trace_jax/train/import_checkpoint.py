@@ -64,7 +64,7 @@ def import_hf_checkpoint(source: Path, out: Path, upcycling: Upcycling | None = 
 def _import_directory(source: Path, folder: Path, upcycling: Upcycling | None) -> dict[str, Any]:
     with open_hf_directory(source, upcycling) as opened:
         family, config = opened.family, opened.config
-        tokenizer = _fitting_tokenizer(source, config.vocab_size)
+        tokenizer = fitting_tokenizer(source, config.vocab_size)
         for file in carried_files(source):
             (folder / CARRIED).mkdir(exist_ok=True)
             shutil.copy2(file, folder / CARRIED / file.name)
@@ -79,8 +79,12 @@ def _import_directory(source: Path, folder: Path, upcycling: Upcycling | None) -
     return {"family": family, "parameters": count, "tokenizer": tokenizer, "config": config.to_dict()}
 
 
-def _fitting_tokenizer(source: Path, vocabulary: int) -> str:
-    """`CARRIED` for the source's own tokenizer, or without one the first built-in tokenizer whose ids the model has."""
+def fitting_tokenizer(source: Path, vocabulary: int) -> str:
+    """`CARRIED` for the source's own tokenizer, or without one the first built-in tokenizer whose ids the model has.
+
+    Raises:
+      UserError: there is none.
+    """
     if (source / "tokenizer.json").is_file():
         size = load_tokenizer(str(source.absolute())).vocab_size
         if size > vocabulary:
