@@ -83,8 +83,15 @@ class SharedEngine:
 
         Raises:
           UserError: the engines did not get the same ones.
+          ValueError: they do not fit the engine of this process.
         """
-        ack = self._local.update_weights(updates, version)
+        ack, error = None, None
+        try:
+            ack = self._local.update_weights(updates, version)
+        except Exception as caught:
+            error = caught
+        fail_together(error)
+        assert ack is not None  # nothing failed
         require_agreement("weights", (ack.count, ack.checksum, ack.version))
         return ack
 

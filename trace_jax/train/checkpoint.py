@@ -28,7 +28,7 @@ from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params, param_shapes
 from trace_jax.quantization.channels import Channels
 from trace_jax.quantization.multipliers import Multipliers
-from trace_jax.sharding.processes import gathered, on_first
+from trace_jax.sharding.processes import gathered, is_first, on_first
 from trace_jax.sharding.rules import shardings
 from trace_jax.train.manifest import write_manifest
 from trace_jax.train.read_checkpoint import (
@@ -95,7 +95,7 @@ class Checkpoints:
 
     def _seal(self) -> None:
         """Lists the files of the step that Orbax has written and is about to rename; runs in its thread."""
-        for unfinished in self.directory.glob(f"{self._saving}{UNFINISHED}"):
+        for unfinished in self.directory.glob(f"{self._saving}{UNFINISHED}") if is_first() else ():
             write_manifest(unfinished)
 
     def latest(self) -> int | None:
