@@ -189,9 +189,7 @@ class Checkpoints:
         remedy = "start again" if last is None else f"go on with --resume (last complete checkpoint: step {last})"
         return UserError(f"{self.directory}: no space left to save a checkpoint; free some space and {remedy}")
 
-    def restore(
-        self, step: int, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
-    ) -> tuple[Policy, TrainState, Progress]:
+    def restore(self, step: int, optimizer: optax.GradientTransformation, mesh: Mesh | None = None) -> tuple[Policy, TrainState, Progress]:
         """Policy, state and counters of a complete checkpoint, divided over a mesh if one is given, whatever mesh saved them.
 
         Raises:

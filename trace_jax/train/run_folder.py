@@ -107,7 +107,6 @@ class OpenRun:
             self._log.write(step, metrics)
             self._report(step, metrics)
 
-
     def write_rollouts(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
         """Writes the answers of a step."""
         if is_first():

@@ -80,4 +80,5 @@ def apply_gradients(
     def keep(new: Shaped[Array, "*s"], old: Shaped[Array, "*s"]) -> Shaped[Array, "*s"]:
         return jnp.where(finite, new, old)
 
-    return constrain_params(jax.tree.map(keep, new_params, params)), constrain_params(jax.tree.map(keep, new_state, opt_state)), constrain(norm)
+    new_params, new_state = jax.tree.map(keep, new_params, params), jax.tree.map(keep, new_state, opt_state)
+    return constrain_params(new_params), constrain_params(new_state), constrain(norm)
