@@ -48,7 +48,7 @@ class Layout:
         audit: bool,
         routes: bool = True,
     ) -> Layout:
-        """The layout of a model whose layers all have the same sites.
+        """The layout of a model, each site at the layers that have it.
 
         Args:
           config: the policy's configuration.
@@ -69,10 +69,11 @@ class Layout:
             made = {}
             for name in names if layers else ():
                 fmt = plan.site(name).format
-                if fmt in BLOCK_FORMATS:
-                    size, lead = (config.hidden_size, ()) if name == "expert_input" else (config.head_dim, (config.num_kv_heads,))
-                    scale = np.asarray(multipliers[name], np.float32)[list(layers)] if block_format(fmt).has_multiplier else None
-                    made[name] = SiteLayout(fmt, size, lead, layers, scale)
+                there = tuple(layer for layer in layers if layer in config.layers_of(name))
+                if fmt in BLOCK_FORMATS and there:
+                    site = config.sites[name]
+                    scale = np.asarray(multipliers[name], np.float32)[list(there)] if block_format(fmt).has_multiplier else None
+                    made[name] = SiteLayout(fmt, site.width, site.lead, there, scale)
             return made
 
         recorded = sites(capture.sites, capture.layers) if capture.kind != "none" else {}
@@ -80,7 +81,7 @@ class Layout:
             kind=capture.kind if recorded else "none",
             sites=recorded,
             audit=sites(RECORDED_SITES, everywhere) if audit else {},
-            moe_layer_ids=everywhere if routes else (),
+            moe_layer_ids=config.moe_layer_ids if routes else (),
             num_experts=config.num_experts,
             experts_per_token=config.experts_per_token,
         )

@@ -13,13 +13,13 @@ from jaxtyping import Shaped
 from pallas_kernels import Quantized
 from pallas_kernels.formats import E4M3_NAN, E8M0_NAN
 from rollout_bridge.export.experts import HostWeights, expert_blocks, on_device, quantized_block
-from rollout_bridge.export.layout import DTYPES, is_expert, is_quantized, kv_scale_name, kv_site, module_of
+from rollout_bridge.export.layout import DTYPES, is_quantized, kv_scale_name, kv_site, module_of
 from rollout_bridge.export.settings import ExportSettings
 from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import key_map
 from trace_jax.models.tensor_files import narrowed
-from trace_jax.train.stored_policy import StoredParams
+from trace_jax.train.stored_policy import ParamSource
 
 Named = tuple[str, Shaped[np.ndarray, "..."]]
 INPUT_SITES = {"gate": "expert_input", "up": "expert_input", "down": "down_input"}
@@ -27,7 +27,7 @@ INPUT_SITES = {"gate": "expert_input", "up": "expert_input", "down": "down_input
 
 
 def encoded_tensors(
-    policy: Policy, settings: ExportSettings, params: StoredParams, multipliers: Mapping[str, np.ndarray]
+    policy: Policy, settings: ExportSettings, params: ParamSource, multipliers: Mapping[str, np.ndarray]
 ) -> Iterator[Named]:
     """Every tensor of `tensor_plan`, in the types of the file; a layer's experts are held at once, and nothing of another layer.
 
@@ -39,16 +39,16 @@ def encoded_tensors(
       UserError: a weight is not finite in BF16.
     """
     layers = settings.quantized_layers(policy.config.num_layers)
-    for place, entries in itertools.groupby(key_map(policy.family, policy.config), key=lambda entry: entry.position[:1]):
+    for layer, entries in itertools.groupby(key_map(policy.family, policy.config), key=lambda entry: entry.layer):
         experts = []
         for entry in entries:
-            if is_expert(entry):
+            if entry.is_expert:
                 experts.append(entry)
                 continue
             yield entry.name, narrowed(entry.name, params.read(entry.path, entry.position), DTYPES["BF16"])
             site = kv_site(entry)
             if site in settings.sites:
-                yield kv_scale_name(entry, site), multipliers[site][place[0]]
+                yield kv_scale_name(entry, site), multipliers[site][layer]
         if experts:
             yield from _experts_of_layer(policy, settings, params, multipliers, experts, is_quantized(experts[0], layers))
 
@@ -56,14 +56,14 @@ def encoded_tensors(
 def _experts_of_layer(
     policy: Policy,
     settings: ExportSettings,
-    params: StoredParams,
+    params: ParamSource,
     multipliers: Mapping[str, np.ndarray],
     entries: Sequence[Any],
     quantized: bool,
 ) -> Iterator[Named]:
     """A function of its own, so that its end lets go of the layer before the next one is read."""
     by_place = {(entry.path[-1], entry.position[1]): entry for entry in entries}
-    for first, masters in expert_blocks(policy, params, entries[0].position[0]):
+    for first, masters in expert_blocks(policy, params, entries[0].layer):
         if quantized:
             yield from _quantized(settings, by_place, first, masters, multipliers)
         else:
@@ -97,7 +97,7 @@ def _quantized(
                 yield f"{module}.weight_scale", block.scales[offset].view(DTYPES["F8_E4M3"])
                 yield f"{module}.weight_scale_2", block.multiplier[offset, 0]
                 if settings.rounds_activations:
-                    yield f"{module}.input_scale", multipliers[INPUT_SITES[name]][entry.position[0]]
+                    yield f"{module}.input_scale", multipliers[INPUT_SITES[name]][entry.layer]
 
 
 def _require_finite(name: str, block: Quantized, offset: int) -> None:

@@ -17,7 +17,7 @@ from trace_jax.layers.experts import ExpertWeights
 from trace_jax.models.policy import Policy
 from trace_jax.quantization.plan import Format
 from trace_jax.quantization.weights import fake_quant_experts, quantize_experts
-from trace_jax.train.stored_policy import StoredParams
+from trace_jax.train.stored_policy import ParamSource
 
 HostWeights = dict[str, np.ndarray]
 """`gate`, `up` and `down` of some experts."""
@@ -26,14 +26,16 @@ BLOCK_VALUES = 1 << 21
 """Most weights of a block, beyond one expert; temporary arrays take a few times 8 MiB."""
 
 
-def expert_blocks(policy: Policy, params: StoredParams, layer: int) -> Iterator[tuple[int, HostWeights]]:
+def expert_blocks(policy: Policy, params: ParamSource, layer: int) -> Iterator[tuple[int, HostWeights]]:
     """The float32 masters of one layer.
 
     Yields:
       number of the first expert of the block, and its weights as views of the layer's; all blocks have one size.
     """
     config = policy.config
-    whole = {name: params.read(("groups", 0, "experts", name), (layer,)) for name in ExpertWeights._fields}
+    stack = next(stack for stack in config.stacks if layer in stack.layer_ids)
+    place = (stack.layer_ids.index(layer),)
+    whole = {name: params.read((*stack.path, "experts", name), place) for name in ExpertWeights._fields}
     size = block_size(config.num_experts, 3 * config.hidden_size * config.expert_hidden_size)
     for first in range(0, config.num_experts, size):
         yield first, {name: weights[first : first + size] for name, weights in whole.items()}

@@ -8,7 +8,7 @@ Multipliers of K and V lie beside the projections as `k_scale` and `v_scale`. Ev
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from pallas_kernels import BlockFormat
 from rollout_bridge.export.settings import ExportSettings
 from trace_jax.errors import UserError
+from trace_jax.models.key_map import Entry
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import key_map
 
@@ -96,27 +97,22 @@ def require_whole_blocks(policy: Policy, settings: ExportSettings) -> None:
             )
 
 
-def is_expert(entry: Any) -> bool:
-    """Whether a checkpoint entry belongs to a routed expert."""
-    return len(entry.position) == 2
-
-
-def is_quantized(entry: Any, layers: tuple[int, ...]) -> bool:
+def is_quantized(entry: Entry, layers: tuple[int, ...]) -> bool:
     """Whether a checkpoint entry belongs to a routed expert of one of the layers."""
-    return is_expert(entry) and entry.position[0] in layers
+    return entry.is_expert and entry.layer in layers
 
 
-def module_of(entry: Any) -> str:
+def module_of(entry: Entry) -> str:
     """Name of the module that a checkpoint entry is a parameter of."""
     return entry.name.rpartition(".")[0]
 
 
-def kv_site(entry: Any) -> str | None:
+def kv_site(entry: Entry) -> str | None:
     """`k` or `v` for the weight of that projection, None for every other entry."""
     sites = [site for site in "kv" if entry.name.endswith(f".self_attn.{site}_proj.weight")]
     return sites[0] if sites else None
 
 
-def kv_scale_name(entry: Any, site: str) -> str:
+def kv_scale_name(entry: Entry, site: str) -> str:
     """Name of the multiplier that lies beside a K or V projection."""
     return f"{module_of(entry)}.{site}_scale"

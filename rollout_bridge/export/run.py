@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from rollout_bridge.export.quant_config import MODELOPT_FILE, hf_quant_config, q
 from rollout_bridge.export.settings import ExportSettings
 from rollout_bridge.export.shards import ShardWriter
 from rollout_bridge.export.verify import verify_export
+from trace_jax.config import from_mapping
 from trace_jax.errors import UserError
-from trace_jax.evaluation.open_policy import open_policy
 from trace_jax.files import require_writable
 from trace_jax.models.hf import MAX_SHARD_BYTES, appearing_directory, carried_files, write_config
 from trace_jax.terminal import Announce, unannounced
 from trace_jax.tokenizers import BUILT_IN, load_tokenizer
+from trace_jax.train.hf_policy import open_hf_policy
 from trace_jax.train.setup import build_setup, calibrated
 from trace_jax.train.stored_policy import StoredPolicy, open_stored_policy
 
@@ -74,7 +76,26 @@ def export_checkpoint(
         raise UserError(f"{out} exists; choose another folder, nothing is overwritten")
     require_writable(out)
     announce(f"checking {path}")
-    stored = open_stored_policy(path)
+    with ExitStack() as opened:
+        stored = open_hf_policy(path, opened) if (path / "config.json").is_file() else open_stored_policy(path)
+        result = _export(stored, out, settings, verify, task, overrides, max_shard_bytes, announce)
+    return result | {
+        "seconds": round(time.perf_counter() - started, 3),
+        "memory_before_bytes": before,
+        "memory_peak_bytes": peak_bytes(),
+    }
+
+
+def _export(
+    stored: StoredPolicy,
+    out: Path,
+    settings: ExportSettings,
+    verify: bool,
+    task: str | None,
+    overrides: Sequence[str],
+    max_shard_bytes: int,
+    announce: Announce,
+) -> dict[str, Any]:
     require_whole_blocks(stored.policy, settings)
     layers = settings.quantized_layers(stored.policy.config.num_layers)
     plan = tensor_plan(stored.policy, settings)
@@ -83,7 +104,7 @@ def export_checkpoint(
     missing = sorted(set(settings.sites) - set(stored.multipliers))
     if missing:
         announce(f"calibrating {', '.join(missing)}, with the whole model in memory")
-    multipliers = _multipliers(path, stored, settings, task, overrides) if missing else _checked(stored, stored.multipliers, settings)
+    multipliers = _multipliers(stored, settings, task, overrides) if missing else _checked(stored, stored.multipliers, settings)
     with appearing_directory(out.absolute()) as directory:
         announce(f"writing {size / 1e6:.1f} MB to {directory}")
         with ShardWriter(directory, plan, max_shard_bytes) as writer:
@@ -112,9 +133,6 @@ def export_checkpoint(
         "modules_unquantized": len(unquantized_modules(stored.policy, settings)),
         "files": len(writer.files),
         "values_verified": compared,
-        "seconds": round(time.perf_counter() - started, 3),
-        "memory_before_bytes": before,
-        "memory_peak_bytes": peak_bytes(),
     }
 
 
@@ -134,12 +152,16 @@ def print_export(result: Mapping[str, Any]) -> None:
 
 
 def _multipliers(
-    path: Path, stored: StoredPolicy, settings: ExportSettings, task: str | None, overrides: Sequence[str]
+    stored: StoredPolicy, settings: ExportSettings, task: str | None, overrides: Sequence[str]
 ) -> dict[str, Float[np.ndarray, " L"]]:
     """Static multipliers from the prompts of a task, for a checkpoint that has none."""
-    opened = open_policy(path, overrides, task)
-    setup = build_setup(opened.config, (opened.policy.family, opened.policy.config), opened.task)
-    return _checked(stored, calibrated(setup, opened.params), settings)
+    if task is None and not stored.has_task:
+        raise UserError(f"{stored.folder} was never calibrated; name a task whose prompts are like those that it will answer: --task TASK")
+    values = stored.meta["config"] | {"tokenizer": stored.tokenizer}
+    chosen = [] if task is None else [f"task.name={task}"]
+    config = from_mapping(values, [*chosen, *overrides], source=f"the config of {stored.folder}")
+    setup = build_setup(config, (stored.policy.family, stored.policy.config))
+    return _checked(stored, calibrated(setup, stored.load()), settings)
 
 
 def _checked(stored: StoredPolicy, multipliers: Mapping[str, Any], settings: ExportSettings) -> dict[str, Float[np.ndarray, " L"]]:

@@ -18,19 +18,19 @@ from jaxtyping import Shaped
 
 from rollout_bridge.export.decode import ExportedFiles
 from rollout_bridge.export.experts import expert_blocks, on_device, trainer_block
-from rollout_bridge.export.layout import is_expert, kv_scale_name, kv_site, module_of, tensor_plan
+from rollout_bridge.export.layout import kv_scale_name, kv_site, module_of, tensor_plan
 from rollout_bridge.export.quant_config import quantization_config
 from rollout_bridge.export.settings import ExportSettings
 from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import key_map
-from trace_jax.train.stored_policy import StoredParams
+from trace_jax.train.stored_policy import ParamSource
 
 Multipliers = Mapping[str, np.ndarray]
 Pair = tuple[str, Shaped[np.ndarray, "..."], Shaped[np.ndarray, "..."]]
 
 
-def verify_export(directory: Path, policy: Policy, settings: ExportSettings, params: StoredParams, multipliers: Multipliers) -> int:
+def verify_export(directory: Path, policy: Policy, settings: ExportSettings, params: ParamSource, multipliers: Multipliers) -> int:
     """Compares every value of an exported directory with the checkpoint it was made from.
 
     Args:
@@ -67,32 +67,30 @@ def _require_planned(directory: Path, files: ExportedFiles, policy: Policy, sett
         raise _failed("quantization_config of config.json is not that of the settings")
 
 
-def _pairs(
-    files: ExportedFiles, policy: Policy, settings: ExportSettings, params: StoredParams, multipliers: Multipliers
-) -> Iterator[Pair]:
+def _pairs(files: ExportedFiles, policy: Policy, settings: ExportSettings, params: ParamSource, multipliers: Multipliers) -> Iterator[Pair]:
     """Name, found and expected values of every weight and multiplier; experts last, layer by layer."""
     entries = key_map(policy.family, policy.config)
     for entry in entries:
-        if is_expert(entry):
+        if entry.is_expert:
             continue
         master = params.read(entry.path, entry.position)
         yield entry.name, files.read(entry.name), master.astype(ml_dtypes.bfloat16)
         site = kv_site(entry)
         if site in settings.sites:
             name = kv_scale_name(entry, site)
-            yield name, _positive(name, files.read(name)), multipliers[site][entry.position[0]]
+            yield name, _positive(name, files.read(name)), multipliers[site][entry.layer]
     layers = settings.quantized_layers(policy.config.num_layers)
-    for layer in range(policy.config.num_layers):
-        experts = [entry for entry in entries if is_expert(entry) and entry.position[0] == layer]
+    for layer in policy.config.moe_layer_ids:
+        experts = [entry for entry in entries if entry.is_expert and entry.layer == layer]
         yield from _expert_weights(files, policy, settings.format if layer in layers else "bf16", params, experts)
         if settings.format == "nvfp4" and layer in layers:
             yield from _expert_multipliers(files, experts, multipliers, settings.rounds_activations)
 
 
-def _expert_weights(files: ExportedFiles, policy: Policy, fmt: str, params: StoredParams, entries: list) -> Iterator[Pair]:
+def _expert_weights(files: ExportedFiles, policy: Policy, fmt: str, params: ParamSource, entries: list) -> Iterator[Pair]:
     """A function of its own, so that its end lets go of the layer before the next one is read."""
     by_place = {(entry.path[-1], entry.position[1]): entry for entry in entries}
-    for first, masters in expert_blocks(policy, params, entries[0].position[0]):
+    for first, masters in expert_blocks(policy, params, entries[0].layer):
         for name, expected in trainer_block(on_device(masters), fmt=fmt)._asdict().items():
             for index, weight in enumerate(np.asarray(expected).astype(ml_dtypes.bfloat16), start=first):
                 entry = by_place[name, index]
@@ -108,7 +106,7 @@ def _expert_multipliers(files: ExportedFiles, entries: list, multipliers: Multip
         yield name, _positive(name, files.read(name)), files.read(shared)
         if activations:
             name = f"{module}.input_scale"
-            yield name, _positive(name, files.read(name)), multipliers[sites[projection]][entry.position[0]]
+            yield name, _positive(name, files.read(name)), multipliers[sites[projection]][entry.layer]
 
 
 def _positive(name: str, values: np.ndarray) -> np.ndarray:

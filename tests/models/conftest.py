@@ -19,8 +19,9 @@ from trace_jax.layers.attention import causal_mask
 from trace_jax.layers.logprobs import logits_of
 from trace_jax.models.hf import save_hf_directory
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions
+from trace_jax.models.key_map import parameter_shapes
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
-from trace_jax.models.qwen3_moe.params import parameter_shapes
+from trace_jax.models.qwen3_moe.params import key_map
 from trace_jax.models.registry import apply, output_head
 
 TINY = Qwen3MoeConfig(
@@ -42,7 +43,7 @@ def random_params(config: Qwen3MoeConfig, seed: int = 0) -> dict[Any, Any]:
     """A parameter tree of distinct random float32 values that BF16 holds exactly."""
     rng = np.random.default_rng(seed)
     tree: dict[Any, Any] = {}
-    for path, shape in parameter_shapes(config).items():
+    for path, shape in parameter_shapes(key_map(config)).items():
         node = tree
         for key in path[:-1]:
             node = node.setdefault(key, {})

@@ -18,7 +18,9 @@ from safetensors.numpy import load_file
 
 from trace_jax.errors import UserError
 from trace_jax.models.hf import load_hf_directory, save_hf_directory
-from trace_jax.models.qwen3_moe.params import hf_names, to_hf_tensors
+from trace_jax.models.hf_tensors import to_hf_tensors
+from trace_jax.models.key_map import file_shapes
+from trace_jax.models.qwen3_moe.params import key_map
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
@@ -47,7 +49,7 @@ def test_values_are_rounded_to_nearest_even(make_checkpoint: Callable[..., Any],
     save_hf_directory(tmp_path / "out", "qwen3_moe", checkpoint.config, params, dtype=dtype)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == dtype
-    for name, value in to_hf_tensors(checkpoint.config, params):
+    for name, value in to_hf_tensors(key_map(checkpoint.config), params):
         assert stored[name].dtype == numpy_dtype
         np.testing.assert_array_equal(stored[name], value.astype(numpy_dtype))
 
@@ -56,13 +58,13 @@ def test_file_carries_the_format_that_transformers_asks_for(make_checkpoint: Cal
     checkpoint = make_checkpoint()
     with safe_open(checkpoint.path / "model.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt"}
-        assert {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()} == dict(hf_names(checkpoint.config))
+        assert {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()} == file_shapes(key_map(checkpoint.config))
 
 
 def test_index_lists_every_tensor_and_the_size(make_checkpoint: Callable[..., Any]) -> None:
     checkpoint = make_checkpoint(save_options={"max_shard_bytes": 900})
     index = json.loads((checkpoint.path / "model.safetensors.index.json").read_text())
-    shapes = dict(hf_names(checkpoint.config))
+    shapes = file_shapes(key_map(checkpoint.config))
     assert set(index["weight_map"]) == set(shapes)
     assert index["metadata"]["total_size"] == 2 * sum(np.prod(shape) for shape in shapes.values())
     assert set(index["weight_map"].values()) == {file.name for file in checkpoint.path.glob("model-*.safetensors")}

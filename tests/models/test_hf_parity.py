@@ -20,7 +20,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from trace_jax.models.hf import load_hf_directory, save_hf_directory
-from trace_jax.models.qwen3_moe.params import hf_names, key_map
+from trace_jax.models.key_map import file_shapes
+from trace_jax.models.qwen3_moe.params import key_map
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
@@ -165,7 +166,7 @@ def test_names_and_shapes_are_those_transformers_saves(tmp_path: Path, tie: bool
     config = load_hf_directory(tmp_path).config
     with safe_open(tmp_path / "model.safetensors", "np") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-    assert saved == dict(hf_names(config))
+    assert saved == file_shapes(key_map(config))
 
 
 @pytest.mark.parametrize("case", ["untied", "tied_bias_head_dim_no_norm_topk"])

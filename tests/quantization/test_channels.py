@@ -108,7 +108,7 @@ def test_weights_have_the_columns_of_their_own_layer_once_more():
         site: np.stack([np.sort(rng.choice(size, 16, replace=False)) for _ in range(3)]).astype(np.int32)
         for site, size in site_sizes(tiny.policy()).items()
     }
-    longer = with_channel_columns(tiny.params(), channels)["groups"][0]["experts"]
+    longer = with_channel_columns(tiny.params(), channels, stacks=tiny.CONFIG.stacks)["groups"][0]["experts"]
     for name, site in (("gate", "expert_input"), ("up", "expert_input"), ("down", "down_input")):
         weight = np.asarray(tiny.params()["groups"][0]["experts"][name])
         columns = np.stack([layer[..., ids] for layer, ids in zip(weight, channels[site], strict=True)])

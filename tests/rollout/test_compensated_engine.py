@@ -10,7 +10,7 @@ import pytest
 import tiny_policy as tiny
 
 from pallas_kernels import NVFP4, fake_quant
-from trace_jax.models.qwen3_moe import modeling
+from trace_jax.models import layer_scope
 from trace_jax.quantization.plan import rollout_plan, trainer_plan
 from trace_jax.rollout import generate
 from trace_jax.rollout.embedded.decode import CaptureSpec
@@ -44,7 +44,7 @@ def answers(half):
 
 def test_log_probs_are_those_of_the_equation(answers, monkeypatch: pytest.MonkeyPatch):
     """The trainer's forward with X replaced by Q(X) + Q(R[C]) at both inputs of the experts."""
-    original, batch = modeling.round_site, tiny.batch_of(answers)
+    original, batch = layer_scope.round_site, tiny.batch_of(answers)
     plain = tiny.gap(batch, tiny.score(batch, PLAN, "float32")[0])
 
     def compensated(site, x, plan, multiplier, **choices):
@@ -54,7 +54,7 @@ def test_log_probs_are_those_of_the_equation(answers, monkeypatch: pytest.Monkey
             rounded = rounded.at[..., HALF[site]].add(fake_quant(left, NVFP4, multiplier / 4))
         return rounded, captured
 
-    monkeypatch.setattr(modeling, "round_site", compensated)
+    monkeypatch.setattr(layer_scope, "round_site", compensated)
     spec = ObjectiveSpec(replace(tiny.policy("float32"), experts_implementation="ragged"), PLAN)
     forward = jax.jit(lambda masters, scales, batch: batch_logprobs(masters, scales, batch, spec)[0])
     found = tiny.gap(batch, np.asarray(forward(tiny.params(), tiny.multipliers(), batch)))

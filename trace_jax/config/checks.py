@@ -166,7 +166,12 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_training_keys(config: Config) -> None:
-    needed = config.sync.every * config.train.updates_per_batch - 1
+    needed = config.least_staleness
+    if config.asynchronous and config.algorithm.correction.kind == "none":
+        raise UserError(
+            f"sync.max_staleness is {config.sync.max_staleness}, so training is asynchronous, but algorithm.correction.kind is none and "
+            f"nothing weights answers of older policies; write kind: tis, or max_staleness: {needed}"
+        )
     if config.sync.max_staleness < needed:
         raise UserError(
             f"sync.max_staleness is {config.sync.max_staleness}, but with sync.every={config.sync.every} and train.updates_per_batch="

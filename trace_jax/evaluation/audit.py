@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import jax
 import numpy as np
@@ -73,16 +73,33 @@ class SiteComparison:
         }
 
 
-def audit_metrics(settings: UpdateSettings, state: TrainState, trajectories: Trajectories) -> dict[str, float]:
-    """The figures of a batch's audited sequences under the names `guidance/audit/<figure>/<site>/layer_<id>`."""
+def audit_metrics(settings: UpdateSettings, state: TrainState, trajectories: Trajectories, version: int) -> dict[str, float]:
+    """The figures of a batch's audited sequences under the names `guidance/audit/<figure>/<site>/layer_<id>`.
+
+    Records of older weights are also compared by their age, since drift of the weights moves values out of the bracket of the recorded
+    code: `guidance/audit/outside_bracket_fraction/<site>/layer_<id>/gap_<g>`, for every number of updates g where some have one.
+
+    Args:
+      version: of the trainer's weights.
+    """
     if trajectories.audit is None:
         return {}
-    compared = compare_sites(state.params, state.multipliers, trajectories.select(trajectories.audit.sequences), settings)
-    return {
+    audited = trajectories.select(trajectories.audit.sequences)
+    assert audited.audit is not None  # they are the audited ones
+    compared = compare_sites(state.params, state.multipliers, audited, settings)
+    metrics = {
         f"{PREFIX}/{figure}/{site}/layer_{layer}": value
         for (site, layer), result in compared.items()
         for figure, value in result.figures().items()
     }
+    record = audited.audit.record
+    gaps = np.unique(version - record.version[record.valid]).tolist()
+    for gap in gaps if any(gaps) else []:
+        part = replace(record, valid=record.valid & (version - record.version == gap))
+        of_gap = audited.replace(audit=replace(audited.audit, record=part))
+        for (site, layer), result in compare_sites(state.params, state.multipliers, of_gap, settings).items():
+            metrics[f"{PREFIX}/outside_bracket_fraction/{site}/layer_{layer}/gap_{gap}"] = result.figures()["outside_bracket_fraction"]
+    return metrics
 
 
 def compare_sites(
@@ -98,17 +115,17 @@ def compare_sites(
     """
     assert audited.audit is not None  # the caller selected audited sequences
     recorded = audited.replace(guidance=audited.audit.record)
-    num_layers = settings.spec.policy.config.num_layers
+    config = settings.spec.policy.config
     results: dict[tuple[str, int], SiteComparison] = {}
     for micro in settings.plan(audited.lengths()):
-        batch, _ = make_batch(audited, micro.bins, micro.length, micro.rows, num_layers=num_layers, replay=settings.replay)
+        batch, _ = make_batch(audited, micro.bins, micro.length, micro.rows, num_layers=config.num_layers, replay=settings.replay)
         observed = _observe(params, multipliers, batch, spec=settings.spec)
         full = pack_batch(recorded, micro.bins, micro.length, micro.rows).guidance
         assert full is not None  # just put there
         for name, record in full.sites.items():
             values: SiteValues = to_host(observed[name])
             for slot, layer in enumerate(record.layer_ids.tolist()):
-                found = _compare(_layer(values, layer), record, slot, full.valid)
+                found = _compare(_layer(values, config.layers_of(name).index(layer)), record, slot, full.valid)
                 results[name, layer] = results[name, layer] + found if (name, layer) in results else found
     return results
 
@@ -119,8 +136,8 @@ def _observe(params: Params, multipliers: Multipliers, batch: TrainBatch, *, spe
     return spec.policy.forward(params, batch.inputs(multipliers), options).observed
 
 
-def _layer(values: SiteValues, layer: int) -> SiteValues:
-    return SiteValues(np.asarray(values.before[layer], np.float32), np.asarray(values.after[layer], np.float32))
+def _layer(values: SiteValues, place: int) -> SiteValues:
+    return SiteValues(np.asarray(values.before[place], np.float32), np.asarray(values.after[place], np.float32))
 
 
 def _compare(values: SiteValues, record: PaddedSite, slot: int, valid: Bool[np.ndarray, "B T"]) -> SiteComparison:

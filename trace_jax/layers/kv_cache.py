@@ -49,10 +49,16 @@ class KVCache:
         return self.k.data.shape[2]
 
 
-def init_cache(layers: int, batch: int, slots: int, kv_heads: int, head_dim: int, plan: QuantPlan, dtype: jnp.dtype) -> KVCache:
-    """An empty cache in the formats of the plan; FP8 values are kept in the compute dtype after rounding."""
+def init_cache(
+    layers: int, batch: int, slots: int, kv_heads: int, head_dim: int, plan: QuantPlan, dtype: jnp.dtype, value_dim: int | None = None
+) -> KVCache:
+    """An empty cache in the formats of the plan; FP8 values are kept in the compute dtype after rounding.
 
-    def side(fmt: str) -> CacheSide:
+    Args:
+      value_dim: width of the values where it is not that of the keys.
+    """
+
+    def side(fmt: str, head_dim: int) -> CacheSide:
         shape = (layers, batch, slots, kv_heads)
         if fmt not in BLOCK_FORMATS:
             return CacheSide(jnp.zeros((*shape, head_dim), dtype), None, None, fmt)
@@ -62,7 +68,7 @@ def init_cache(layers: int, batch: int, slots: int, kv_heads: int, head_dim: int
         per_token = plan.per_token and block.has_multiplier
         return CacheSide(codes, scales, jnp.ones(shape[:3], jnp.float32) if per_token else None, fmt)
 
-    return KVCache(side(plan.k.format), side(plan.v.format))
+    return KVCache(side(plan.k.format, head_dim), side(plan.v.format, head_dim if value_dim is None else value_dim))
 
 
 def append(

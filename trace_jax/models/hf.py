@@ -22,8 +22,12 @@ from jax.typing import DTypeLike
 
 from trace_jax.errors import UserError
 from trace_jax.files import flush_to_disk
-from trace_jax.models.registry import FAMILIES
+from trace_jax.models.hf_tensors import Source, entries_in, from_hf_tensors, to_hf_tensors
+from trace_jax.models.key_map import Entry, file_shapes, parameter_shapes
+from trace_jax.models.quantized_files import QuantizedTensorFiles
+from trace_jax.models.registry import FAMILIES, key_map
 from trace_jax.models.tensor_files import TensorFiles, read_json, write_tensors
+from trace_jax.models.upcycled_files import UpcycledFiles, Upcycling, upcycling_target
 
 STORED_DTYPES = ("bfloat16", "float16", "float32")
 MAX_SHARD_BYTES = 5_000_000_000
@@ -49,11 +53,22 @@ class HfCheckpoint(NamedTuple):
     params: dict[Any, Any]
 
 
-def load_hf_directory(path: str | Path) -> HfCheckpoint:
-    """Reads config.json and every tensor; each parameter is filled exactly once and each file key is accounted for.
+class OpenHfCheckpoint(NamedTuple):
+    """A checkpoint that stays on disk: family, config, the entries of its key map as the files hold them, and the files."""
+
+    family: str
+    config: Any
+    entries: list[Entry]
+    files: Source
+
+
+@contextmanager
+def open_hf_directory(path: str | Path, upcycling: Upcycling | None = None) -> Iterator[OpenHfCheckpoint]:
+    """Reads config.json and the names and shapes of all tensors; each parameter is filled exactly once and each key accounted for.
 
     Args:
-      path: directory with config.json and safetensors (one file, or shards with an index).
+      path: directory with config.json and safetensors (one file, or shards with an index), quantized or not.
+      upcycling: how a dense checkpoint is read as a mixture of experts; None reads it as it is.
 
     Raises:
       UserError: the directory is incomplete or damaged, its family or configuration is not supported, or its tensors
@@ -63,16 +78,22 @@ def load_hf_directory(path: str | Path) -> HfCheckpoint:
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory; give the directory of a Hugging Face checkpoint")
     config_json = read_json(directory / "config.json")
-    family = config_json.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise UserError(f"{directory}: config.json: model_type is {family!r}; take a checkpoint of a supported type: {', '.join(FAMILIES)}")
-    try:
-        config = _module(family, "hf_config").from_hf(config_json)
-    except UserError as error:
-        raise UserError(f"{directory}: {error}") from error
-    with TensorFiles(directory) as files:
-        params = _module(family, "params").from_hf_tensors(config, files)
-    return HfCheckpoint(family, config, params)
+    quantization = config_json.pop("quantization_config", None)
+    family, config = _read_config(directory, config_json)
+    with TensorFiles(directory) if quantization is None else QuantizedTensorFiles(directory, quantization) as files:
+        source: Source = files
+        if upcycling is not None:
+            target = upcycling_target(family)
+            family, config = _read_config(directory, target.config(config_json, upcycling))
+            source = UpcycledFiles(files, target, config.num_layers, upcycling)
+        yield OpenHfCheckpoint(family, config, entries_in(source, config, key_map(family, config)), source)
+
+
+def load_hf_directory(path: str | Path) -> HfCheckpoint:
+    """Reads a checkpoint into memory; arguments and errors are those of `open_hf_directory`, errors of `pieces` are added."""
+    with open_hf_directory(path) as opened:
+        shapes = parameter_shapes(key_map(opened.family, opened.config))
+        return HfCheckpoint(opened.family, opened.config, from_hf_tensors(opened.files, opened.entries, shapes))
 
 
 def save_hf_directory(
@@ -91,7 +112,7 @@ def save_hf_directory(
       path: target; must not exist, or be an empty directory.
       family: folder name below `trace_jax.models`.
       config: the family's config.
-      params: nested dict of NumPy or JAX arrays, as the family's `params` module describes.
+      params: nested dict of NumPy or JAX arrays, as the family's key map describes.
       dtype: `bfloat16`, `float16` or `float32`; values are rounded to nearest even.
       tokenizer_dir: directory whose tokenizer and generation files are copied over.
       max_shard_bytes: tensors beyond this size are spread over several files.
@@ -103,12 +124,12 @@ def save_hf_directory(
     target, stored = Path(os.path.abspath(path)), np.dtype(dtype)
     if stored.name not in STORED_DTYPES:
         raise UserError(f"dtype {stored.name} cannot be stored; write one of {', '.join(STORED_DTYPES)}")
-    mapping = _module(family, "params")
+    entries = key_map(family, config)
     carried = [] if tokenizer_dir is None else carried_files(tokenizer_dir)
     if tokenizer_dir is not None and not carried:
         raise UserError(f"{tokenizer_dir} holds no tokenizer or generation file such as tokenizer.json; give a tokenizer directory")
     with appearing_directory(target) as directory:
-        write_tensors(directory, mapping.hf_names(config), mapping.to_hf_tensors(config, params), stored, max_shard_bytes)
+        write_tensors(directory, list(file_shapes(entries).items()), to_hf_tensors(entries, params), stored, max_shard_bytes)
         write_config(directory, family, config, torch_dtype=stored.name)
         for file in carried:
             shutil.copyfile(file, directory / file.name)
@@ -116,7 +137,7 @@ def save_hf_directory(
 
 def write_config(directory: Path, family: str, config: Any, **values: Any) -> None:
     """Writes `config.json` of a family's config, with further keys."""
-    config_json = {**_module(family, "hf_config").to_hf(config), **values}
+    config_json = {**_hf_config(family).to_hf(config), **values}
     (directory / "config.json").write_text(json.dumps(config_json, indent=2, sort_keys=True) + "\n")
 
 
@@ -148,5 +169,15 @@ def carried_files(directory: str | Path) -> list[Path]:
     return [file for name in CARRIED_FILES if (file := Path(directory) / name).is_file()]
 
 
-def _module(family: str, name: str) -> ModuleType:
-    return importlib.import_module(f"trace_jax.models.{family}.{name}")
+def _read_config(directory: Path, config_json: dict[str, Any]) -> tuple[str, Any]:
+    family = config_json.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise UserError(f"{directory}: config.json: model_type is {family!r}; take a checkpoint of a supported type: {', '.join(FAMILIES)}")
+    try:
+        return family, _hf_config(family).from_hf(config_json)
+    except UserError as error:
+        raise UserError(f"{directory}: {error}") from error
+
+
+def _hf_config(family: str) -> ModuleType:
+    return importlib.import_module(f"trace_jax.models.{family}.hf_config")

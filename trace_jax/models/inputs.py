@@ -58,8 +58,8 @@ class ForwardInputs:
       tokens: int32 token ids.
       positions: int32 positions within the sequence; also the cache slots.
       mask: which keys a query sees: `[B, T, T]`, or `[B, T, S]` over the slots of a cache.
-      multipliers: static decode multipliers per site and layer.
-      routes: expert ids to replay, -1 where the router is free.
+      multipliers: static decode multipliers per site and layer; also for layers without the site, where nothing reads them.
+      routes: expert ids to replay at the layers that have experts, -1 where the router is free.
       guides: the rollout's guidance record.
       cache: keys and values of earlier tokens; the forward appends to it.
       channels: channels of the experts' inputs whose residual is compensated, per site and layer; the experts' weights have their columns
@@ -70,7 +70,7 @@ class ForwardInputs:
     positions: Int[Array, "B T"]
     mask: Bool[Array, "B T S"]
     multipliers: Multipliers
-    routes: Int[Array, "B T L k"] | None = None
+    routes: Int[Array, "B T Lm k"] | None = None
     guides: GuideBatch | None = None
     cache: KVCache | None = None
     channels: Channels = field(default_factory=dict)
@@ -83,17 +83,17 @@ class ForwardOutput:
 
     Args:
       hidden: final hidden states after the last norm, compute dtype.
-      routes: expert ids that were used.
+      routes: expert ids that were used, at the layers that have experts.
       own_routes: what the router would have chosen; equal to `routes` without replay.
-      captured: per site, codes and scales with a leading layer axis.
-      observed: per site, amax `[L]`, squared residuals `[L, width]`, or `SiteValues` with axes `[L, B, T, ...]`.
-      parity: per guided site, (sum, count) of agreement, each `[L]`.
+      captured: per site, codes and scales with a leading axis over the layers that have the site, as the following ones.
+      observed: per site, amax `[Ls]`, squared residuals `[Ls, width]`, or `SiteValues` with axes `[Ls, B, T, ...]`.
+      parity: per guided site, (sum, count) of agreement, each `[Ls]`.
       cache: the cache with the new tokens, None without one.
     """
 
     hidden: Float[Array, "B T D"]
-    routes: Int[Array, "B T L k"]
-    own_routes: Int[Array, "B T L k"]
+    routes: Int[Array, "B T Lm k"]
+    own_routes: Int[Array, "B T Lm k"]
     captured: dict[str, Captured]
     observed: dict[str, Any]
     parity: dict[str, tuple[Float[Array, " L"], Float[Array, " L"]]]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 from trace_jax.layers.experts import choose_implementation
+from trace_jax.layers.kv_cache import KVCache, init_cache
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.registry import ModelConfig, Params, apply, output_head
 from trace_jax.quantization.plan import QuantPlan
@@ -43,6 +46,12 @@ class Policy:
     def forward(self, params: Params, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
         """The forward pass."""
         return apply(self.family, self.config, params, inputs, options)
+
+    def empty_cache(self, batch: int, slots: int, plan: QuantPlan) -> KVCache:
+        """A cache for `batch` sequences of at most `slots` tokens, in the formats of the plan."""
+        config, dtype = self.config, jnp.dtype(self.compute_dtype)
+        heads, key, value = config.cache_shape
+        return init_cache(len(config.cache_layer_ids), batch, slots, heads, key, plan, dtype, value)
 
     def head(self, params: Params) -> Any:
         """The output head `[V, D]`."""

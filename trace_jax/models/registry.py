@@ -17,27 +17,36 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from trace_jax.errors import UserError
+from trace_jax.models.decoder_config import DecoderConfig
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
+from trace_jax.models.key_map import Entry
+from trace_jax.models.llama.config import LlamaConfig
+from trace_jax.models.mixtral.config import MixtralConfig
+from trace_jax.models.modules import Decoder
+from trace_jax.models.olmoe.config import OlmoeConfig
+from trace_jax.models.qwen3.config import Qwen3Config
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
+from trace_jax.sharding.axes import constrain
 
 Params = dict[str, Any]
 """Nested dict of parameters."""
 
-ModelConfig = Qwen3MoeConfig
+ModelConfig = DecoderConfig
 """Config of any supported family."""
 
-FAMILIES: dict[str, type[ModelConfig]] = {"qwen3_moe": Qwen3MoeConfig}
-"""Family name -> its config class. The module `trace_jax.models.<family>.modeling` holds the rest."""
+FAMILIES: dict[str, type[ModelConfig]] = {
+    config.FAMILY: config for config in (Qwen3MoeConfig, OlmoeConfig, MixtralConfig, Qwen3Config, LlamaConfig)
+}
+"""Family name -> its config class. The modules `modeling`, `params` and `hf_config` of `trace_jax.models.<family>` hold the rest."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The functions of a family: module class, forward pass, output head, and its names in Hugging Face checkpoints."""
+    """The functions of a family: its decoder, the forward pass, and its names in Hugging Face checkpoints."""
 
-    module: Callable[..., nnx.Module]
+    make: Callable[..., Decoder]
     forward: Callable[..., ForwardOutput]
-    output_head: Callable[..., Array]
-    key_map: Callable[..., list[Any]]
+    key_map: Callable[..., list[Entry]]
 
 
 @functools.cache
@@ -51,7 +60,7 @@ def family_of(name: str) -> Family:
         raise UserError(f"model.family {name!r} is not supported; write one of: {', '.join(FAMILIES)}")
     modeling = importlib.import_module(f"trace_jax.models.{name}.modeling")
     params = importlib.import_module(f"trace_jax.models.{name}.params")
-    return Family(modeling.MODULE, modeling.forward, modeling.output_head, params.key_map)
+    return Family(modeling.make, modeling.forward, params.key_map)
 
 
 def config_from_dict(family: str, values: dict[str, Any]) -> ModelConfig:
@@ -62,7 +71,7 @@ def config_from_dict(family: str, values: dict[str, Any]) -> ModelConfig:
 
 @functools.cache
 def _skeleton(family: str, config: ModelConfig) -> tuple[Any, Any]:
-    return nnx.split(nnx.eval_shape(lambda: family_of(family).module(config, nnx.Rngs(0))))
+    return nnx.split(nnx.eval_shape(lambda: family_of(family).make(config, nnx.Rngs(0))))
 
 
 def init_params(family: str, config: ModelConfig, key: PRNGKeyArray) -> Params:
@@ -70,7 +79,7 @@ def init_params(family: str, config: ModelConfig, key: PRNGKeyArray) -> Params:
 
     @jax.jit
     def build(key: PRNGKeyArray) -> Params:
-        return nnx.to_pure_dict(nnx.state(family_of(family).module(config, nnx.Rngs(params=key)), nnx.Param))
+        return nnx.to_pure_dict(nnx.state(family_of(family).make(config, nnx.Rngs(params=key)), nnx.Param))
 
     return build(key)
 
@@ -87,10 +96,10 @@ def apply(family: str, config: ModelConfig, params: Params, inputs: ForwardInput
 
 def output_head(family: str, config: ModelConfig, params: Params) -> Float[Array, "V D"]:
     """The matrix that turns hidden states into logits."""
-    return family_of(family).output_head(bind(family, config, params), config)
+    return constrain(params["embed" if config.tie_embeddings else "lm_head"]["weight"], "tensor")
 
 
-def bind(family: str, config: ModelConfig, params: Params) -> Any:
+def bind(family: str, config: ModelConfig, params: Params) -> Decoder:
     """The NNX module that holds `params`."""
     graphdef, state = _skeleton(family, config)
     state = jax.tree.map(lambda x: x, state)
@@ -98,6 +107,6 @@ def bind(family: str, config: ModelConfig, params: Params) -> Any:
     return nnx.merge(graphdef, state)
 
 
-def key_map(family: str, config: ModelConfig) -> list[Any]:
-    """Hugging Face name, shape, path and position of every tensor of a checkpoint."""
+def key_map(family: str, config: ModelConfig) -> list[Entry]:
+    """Hugging Face name, shape, path and position of every tensor of a checkpoint, in file order."""
     return family_of(family).key_map(config)

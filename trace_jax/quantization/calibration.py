@@ -13,7 +13,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Int, Int32, Shaped
 
 from trace_jax.errors import UserError
 from trace_jax.layers.attention import causal_mask
@@ -48,13 +48,17 @@ def calibrate(policy: Policy, params: Params, sequences: Sequence[Sequence[int]]
     for batch in _equal_length_batches(sequences):
         for site, value in to_host(_amax(params, jnp.asarray(batch), policy=policy)).items():
             amax[site] = np.maximum(amax.get(site, 0.0), value)
+    config = policy.config
     for site, value in amax.items():
         if not np.all(np.isfinite(value)):
-            layer = int(np.flatnonzero(~np.isfinite(value))[0])
+            layer = config.layers_of(site)[int(np.flatnonzero(~np.isfinite(value))[0])]
             raise UserError(
                 f"layer {layer} produces values that are not finite at {site}; the checkpoint's weights are damaged (NaN or Inf)"
             )
-    return static_multipliers({site: jnp.asarray(value, jnp.float32) for site, value in amax.items()}, headroom)
+    everywhere = {
+        site: _over_all_layers(np.asarray(value, np.float32), config.layers_of(site), config.num_layers) for site, value in amax.items()
+    }
+    return static_multipliers({site: jnp.asarray(value) for site, value in everywhere.items()}, headroom)
 
 
 def choose_channels(
@@ -85,7 +89,17 @@ def choose_channels(
     for tokens, segments in _padded_batches(_not_empty(sequences)):
         energy = to_host(_residual_energy(rounded, multipliers, jnp.asarray(tokens), jnp.asarray(segments), **static))
         total = {site: value + energy[site].astype(np.float64) for site, value in total.items()}
-    return {site: largest_channels(np.asarray(total[site]), count) for site, count in counts.items()}
+    return {
+        site: _over_all_layers(largest_channels(np.asarray(total[site]), count), policy.config.layers_of(site), policy.config.num_layers)
+        for site, count in counts.items()
+    }
+
+
+def _over_all_layers(values: Shaped[np.ndarray, "Ls *width"], layer_ids: tuple[int, ...], count: int) -> Shaped[np.ndarray, "L *width"]:
+    """Values of the layers that have a site, with zeros for those that do not."""
+    full = np.zeros((count, *values.shape[1:]), values.dtype)
+    full[list(layer_ids)] = values
+    return full
 
 
 def site_sizes(policy: Policy) -> dict[str, int]:

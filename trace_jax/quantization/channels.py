@@ -8,6 +8,7 @@ It is one product with longer rows: [Q(X), Q(R[:, C])] times [Q(W), Q(W)[:, C]]^
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ from jaxtyping import Array, Float, Float64, Int, Int32
 
 from pallas_kernels import block_format
 from pallas_kernels.residual_fake_quant.rule import residual
+from trace_jax.models.decoder_config import Stack
 from trace_jax.quantization.plan import QuantPlan
 
 Channels: TypeAlias = Mapping[str, Int[Array | np.ndarray, "L _"]]
@@ -53,15 +55,23 @@ def largest_channels(energy: Float64[np.ndarray, "L d"], count: int) -> Int32[np
     return np.sort(order[:, :count], axis=-1).astype(np.int32)
 
 
-@jax.jit
-def with_channel_columns(params: dict[str, Any], channels: Channels) -> dict[str, Any]:
-    """Parameters whose experts have the columns of the compensated channels once more, behind the others, layer by layer."""
+@functools.partial(jax.jit, static_argnames=("stacks",))
+def with_channel_columns(params: dict[str, Any], channels: Channels, *, stacks: tuple[Stack, ...]) -> dict[str, Any]:
+    """Parameters whose experts have the columns of the compensated channels once more, behind the others, layer by layer.
+
+    Args:
+      stacks: the model's stacked layers, which say which layer a weight belongs to.
+    """
+    layer_ids = {stack.path[1:]: stack.layer_ids for stack in stacks}
 
     def longer(weight: Float[Array, "L E out width"], ids: Int[Array | np.ndarray, "L c"]) -> Float[Array, "L E out longer"]:
         columns = jax.vmap(lambda layer, chosen: jnp.take(layer, chosen, axis=-1))(weight, ids)
         return jnp.concatenate([weight, columns], axis=-1)
 
-    def extended(group: dict[str, Any]) -> dict[str, Any]:
-        return group | {"experts": {name: longer(w, channels[SITE_OF[name]]) for name, w in group["experts"].items()}}
+    def extended(tree: dict[Any, Any], path: tuple[str | int, ...]) -> dict[Any, Any]:
+        if "experts" in tree:
+            ids = {site: jnp.asarray(chosen)[np.asarray(layer_ids[path])] for site, chosen in channels.items()}
+            return tree | {"experts": {name: longer(w, ids[SITE_OF[name]]) for name, w in tree["experts"].items()}}
+        return {key: extended(value, (*path, key)) if isinstance(value, dict) else value for key, value in tree.items()}
 
-    return params | {"groups": {number: extended(group) for number, group in params["groups"].items()}}
+    return params | {"groups": extended(params["groups"], ())}

@@ -60,11 +60,13 @@ def with_rounded_experts(params: dict[str, Any], *, fmt: Format, dtype: str) -> 
     straight-through one with respect to the masters.
     """
 
-    def rounded(group: dict[str, Any]) -> dict[str, Any]:
-        experts = fake_quant_experts(ExpertWeights(**group["experts"]), fmt)
-        return group | {"experts": {name: w.astype(dtype) for name, w in zip(ExpertWeights._fields, experts, strict=True)}}
+    def rounded(tree: dict[Any, Any]) -> dict[Any, Any]:
+        if "experts" in tree:
+            experts = fake_quant_experts(ExpertWeights(**tree["experts"]), fmt)
+            return tree | {"experts": {name: w.astype(dtype) for name, w in zip(ExpertWeights._fields, experts, strict=True)}}
+        return {key: rounded(value) if isinstance(value, dict) else value for key, value in tree.items()}
 
-    return constrain_params(params | {"groups": {number: rounded(group) for number, group in params["groups"].items()}})
+    return constrain_params(params | {"groups": rounded(params["groups"])})
 
 
 def quantize_experts(masters: ExpertWeights, fmt: Format) -> dict[str, Quantized]:

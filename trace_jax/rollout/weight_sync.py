@@ -2,8 +2,9 @@
 
 1. `layer_updates` rounds the masters once, on the trainer's device: BF16 for everything outside the experts, codes + block
    scales + multipliers for the experts in a block format, and the static multipliers of activations and KV cache.
-2. Names are those of Hugging Face checkpoints, except that the experts of a layer travel stacked under the name without
-   the expert's number (`model.layers.0.mlp.experts.gate_proj.weight`, leading axis E).
+2. Names are those of Hugging Face checkpoints, except that the experts of a layer travel stacked, in every family under the name that
+   Qwen3-MoE has for them without the expert's number (`model.layers.0.mlp.experts.gate_proj.weight`, leading axis E), and that of a
+   tensor which holds several parameters each one travels alone, under the path of the parameter.
 3. `decode_updates` turns a complete set back into a parameter tree in the compute dtype; decoded values are exact.
 
 On a mesh each device rounds its own share, and a layer is brought together on one device when it is its turn.
@@ -24,6 +25,7 @@ from jaxtyping import Float, Shaped
 
 from pallas_kernels import Quantized, block_format, dequantize
 from trace_jax.layers.experts import ExpertWeights
+from trace_jax.models.key_map import FLOAT32_LEAVES, Entry, TreePath, nest
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params, key_map, param_shapes
 from trace_jax.quantization.multipliers import Multipliers
@@ -49,9 +51,9 @@ def static_sites(plan: QuantPlan) -> tuple[str, ...]:
 
 
 def received_multipliers(tensors: Mapping[str, Any], plan: QuantPlan, num_layers: int) -> dict[str, Float[np.ndarray, " L"]]:
-    """The static multipliers among the tensors of a complete update, on the host."""
+    """The static multipliers among the tensors of a complete update, on the host; 1 at layers without the site."""
     return {
-        site: np.asarray([tensors[f"model.layers.{layer}.{_STATIC_NAMES[site]}"] for layer in range(num_layers)], np.float32)
+        site: np.asarray([tensors.get(_static_name(site, layer), 1.0) for layer in range(num_layers)], np.float32)
         for site in static_sites(plan)
     }
 
@@ -87,20 +89,21 @@ def expected_tensors(policy: Policy, plan: QuantPlan) -> dict[str, tuple[str, tu
 
 @functools.partial(jax.jit, static_argnames=("policy", "plan"))
 def _encode(params: Params, multipliers: Multipliers, *, policy: Policy, plan: QuantPlan) -> tuple[list[Tensors], Tensors]:
-    dtype = jnp.dtype(policy.compute_dtype)
-    layers: list[Tensors] = [{} for _ in range(policy.config.num_layers)]
+    dtype, config = jnp.dtype(policy.compute_dtype), policy.config
+    layers: list[Tensors] = [{} for _ in range(config.num_layers)]
     rest: Tensors = {}
-    for name, path, layer_id in _plain_entries(policy):
-        leaf = _at(params, path)
-        if layer_id is None:
-            rest[name] = leaf.astype(dtype)
-        else:
-            layers[layer_id][name] = leaf[layer_id].astype(dtype)
-    for layer_id in range(policy.config.num_layers):
-        prefix = f"model.layers.{layer_id}."
-        masters = ExpertWeights(*(params["groups"][0]["experts"][name][layer_id] for name in ExpertWeights._fields))
-        layers[layer_id] |= {f"{prefix}mlp.experts.{name}": tensor for name, tensor in _encode_experts(masters, plan, dtype).items()}
-        layers[layer_id] |= {prefix + _STATIC_NAMES[site]: value[layer_id] for site, value in multipliers.items()}
+    for entry in _plain_entries(policy):
+        tensor = _at(params, entry.path)[entry.position].astype(_dtype(entry, dtype))
+        (rest if entry.layer is None else layers[entry.layer])[_name(entry)] = tensor
+    for stack in config.stacks:
+        experts = _at(params, stack.path).get("experts")
+        for index, layer in enumerate(stack.layer_ids) if experts else ():
+            masters = ExpertWeights(*(experts[name][index] for name in ExpertWeights._fields))
+            encoded = _encode_experts(masters, plan, dtype)
+            layers[layer] |= {f"model.layers.{layer}.mlp.experts.{name}": tensor for name, tensor in encoded.items()}
+    for site, values in multipliers.items():
+        for layer in config.layers_of(site):
+            layers[layer][_static_name(site, layer)] = values[layer]
     return layers, rest
 
 
@@ -119,19 +122,20 @@ def _encode_experts(masters: ExpertWeights, plan: QuantPlan, dtype: jnp.dtype) -
 
 @functools.partial(jax.jit, static_argnames=("policy", "plan"))
 def _decode(tensors: Tensors, *, policy: Policy, plan: QuantPlan) -> tuple[Params, Multipliers]:
-    dtype = jnp.dtype(policy.compute_dtype)
-    layer_ids = range(policy.config.num_layers)
-    params = jax.tree.map(lambda leaf: None, param_shapes(policy.family, policy.config))
-    for name, path, layer_id in _plain_entries(policy):
-        parent = _at(params, path[:-1])
-        if layer_id is None:
-            parent[path[-1]] = tensors[name]
-        elif layer_id == 0:
-            parent[path[-1]] = jnp.stack([tensors[name.replace("layers.0.", f"layers.{i}.", 1)] for i in layer_ids])
-    for name in ExpertWeights._fields:
-        decoded = [_decode_expert(tensors, f"model.layers.{i}.mlp.experts.{name}_proj", plan, policy, dtype) for i in layer_ids]
-        params["groups"][0]["experts"][name] = jnp.stack(decoded)
-    multipliers = {site: jnp.stack([tensors[f"model.layers.{i}.{_STATIC_NAMES[site]}"] for i in layer_ids]) for site in static_sites(plan)}
+    dtype, config = jnp.dtype(policy.compute_dtype), policy.config
+    parts: dict[TreePath, list[jax.Array]] = {}
+    for entry in _plain_entries(policy):  # those of a stack come in the order of its layers
+        parts.setdefault(entry.path, []).append(tensors[_name(entry)])
+    for stack in config.stacks:
+        if "expert_input" in config.sites_of(stack.kind):
+            for name in ExpertWeights._fields:
+                prefixes = [f"model.layers.{layer}.mlp.experts.{name}_proj" for layer in stack.layer_ids]
+                parts[*stack.path, "experts", name] = [_decode_expert(tensors, prefix, plan, policy, dtype) for prefix in prefixes]
+    params = nest({path: jnp.stack(part) if path[0] == "groups" else part[0] for path, part in parts.items()})
+    one = jnp.ones((), jnp.float32)
+    multipliers = {
+        site: jnp.stack([tensors.get(_static_name(site, layer), one) for layer in range(config.num_layers)]) for site in static_sites(plan)
+    }
     return params, multipliers
 
 
@@ -147,12 +151,26 @@ def _decode_expert(tensors: Tensors, prefix: str, plan: QuantPlan, policy: Polic
     return dequantize(Quantized(codes=codes, scales=tensors[f"{prefix}.weight_scale"], multiplier=multiplier, size=width, fmt=block), dtype)
 
 
-def _at(tree: Any, path: tuple[str | int, ...]) -> Any:
+def _at(tree: Any, path: TreePath) -> Any:
     """The subtree or leaf of a parameter tree at a path."""
     return functools.reduce(lambda subtree, key: subtree[key], path, tree)
 
 
-def _plain_entries(policy: Policy) -> list[tuple[str, tuple[str | int, ...], int | None]]:
-    """Name, path and layer of every tensor outside the experts."""
-    entries = key_map(policy.family, policy.config)
-    return [(e.name, e.path, e.position[0] if e.position else None) for e in entries if len(e.position) < 2]
+def _plain_entries(policy: Policy) -> list[Entry]:
+    """Every tensor outside the experts' weights."""
+    return [entry for entry in key_map(policy.family, policy.config) if not entry.is_expert]
+
+
+def _name(entry: Entry) -> str:
+    """What a tensor is called in an update."""
+    if not entry.part:
+        return entry.name
+    return f"model.layers.{entry.layer}.{'.'.join(str(key) for key in entry.path if isinstance(key, str) and key != 'groups')}"
+
+
+def _dtype(entry: Entry, dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.dtype(jnp.float32) if entry.path[-1] in FLOAT32_LEAVES else dtype
+
+
+def _static_name(site: str, layer: int) -> str:
+    return f"model.layers.{layer}.{_STATIC_NAMES[site]}"

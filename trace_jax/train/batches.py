@@ -46,7 +46,7 @@ class TrainBatch:
     advantages: Float[Array, "B T"]
     divisors: Float[Array, "B T"] | None
     temperature: Float[Array, "B T"]
-    routes: Int[Array, "B T L k"] | None
+    routes: Int[Array, "B T Lm k"] | None
     guides: GuideBatch | None
 
     def inputs(self, multipliers: Multipliers) -> ForwardInputs:

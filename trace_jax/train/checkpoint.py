@@ -1,7 +1,7 @@
 """Orbax checkpoints: params, optimizer, multipliers and one JSON document, each an item of its own.
 
-`checkpoints/<step>/{params,optimizer,multipliers,meta,manifest.json}`, and `served` where the rollout engine has older weights than
-`params` (`sync.every`), because the steps that follow depend on them. Orbax writes a step under a temporary name and renames
+`checkpoints/<step>/{params,optimizer,multipliers,meta,manifest.json}` (no optimizer where nothing was trained), and `served` where the
+rollout engine has older weights than `params` (`sync.every`), because the steps that follow depend on them. Orbax writes a step under a temporary name and renames
 it when it is whole, so whatever has a number for a name is complete. The JSON holds counters, data position, the policy's
 description, compensated channels and the resolved config of the run; the manifest holds a checksum of every file.
 """
@@ -143,10 +143,10 @@ class Checkpoints:
         }
         items = ocp.args.Composite(
             params=ocp.args.StandardSave(params, save_args=_layer_by_layer(params)),
-            optimizer=ocp.args.StandardSave(opt_state),
             # Orbax refuses an empty item; a policy that needs no multipliers stores an empty list of sites instead.
             multipliers=ocp.args.StandardSave(multipliers or {"none": jnp.zeros(1, jnp.float32)}),
             meta=ocp.args.JsonSave(meta),
+            **({"optimizer": ocp.args.StandardSave(opt_state)} if jax.tree.leaves(opt_state) else {}),
             **{name: ocp.args.StandardSave(weights) for name, weights in behind.items()},
         )
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves((params, opt_state, multipliers, behind)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import block_format
 from trace_jax.config import Config, dump, resolve_layers
-from trace_jax.layers.kv_cache import init_cache
-from trace_jax.models.registry import param_shapes
+from trace_jax.models.registry import key_map, param_shapes
 from trace_jax.quantization.plan import BLOCK_FORMATS, RECORDED_SITES
 from trace_jax.rollout.embedded.decode import CaptureSpec
 from trace_jax.train.setup import Setup, build_setup, initial_policy, training_mesh
@@ -90,22 +90,20 @@ def rounded_experts_bytes(setup: Setup) -> int:
     """Bytes of the rounded experts that all micro-batches of an update share; none if the trainer's plan rounds no weight."""
     if setup.objective.plan.weights == "bf16":
         return 0
-    shapes = param_shapes(setup.policy.family, setup.policy.config)
-    experts = jax.tree.leaves([group["experts"] for group in shapes["groups"].values()])
-    return jnp.dtype(setup.policy.compute_dtype).itemsize * sum(leaf.size for leaf in experts)
+    entries = key_map(setup.policy.family, setup.policy.config)
+    return jnp.dtype(setup.policy.compute_dtype).itemsize * sum(math.prod(entry.shape) for entry in entries if entry.is_expert)
 
 
 def compensating_columns(setup: Setup) -> int:
     """Weights that the embedded engine holds twice, because residual compensation multiplies them again."""
     model, counts = setup.policy.config, setup.channel_counts()
     rows = {"expert_input": 2 * model.expert_hidden_size, "down_input": model.hidden_size}
-    return model.num_layers * model.num_experts * sum(rows[site] * count for site, count in counts.items())
+    return len(model.moe_layer_ids) * model.num_experts * sum(rows[site] * count for site, count in counts.items())
 
 
 def cache_bytes(setup: Setup, rows: int, slots: int) -> int:
     """Bytes of the embedded engine's KV cache, from the shapes that it allocates."""
-    model, dtype = setup.policy.config, jnp.dtype(setup.policy.compute_dtype)
-    allocate = functools.partial(init_cache, model.num_layers, rows, slots, model.num_kv_heads, model.head_dim, setup.rollout_plan, dtype)
+    allocate = functools.partial(setup.policy.empty_cache, rows, slots, setup.rollout_plan)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(allocate)))
 
 
@@ -115,13 +113,13 @@ def record_bytes_per_token(setup: Setup, capture: CaptureSpec) -> float:
         return 0.0
     model, total = setup.policy.config, 0.0
     bits = {"scales": 0, "mantissa": 1, "codes": 4}[capture.kind]
-    layers = len(resolve_layers(list(capture.layers), model.num_layers))
-    widths = {"expert_input": (1, model.hidden_size), "k": (model.num_kv_heads, model.head_dim), "v": (model.num_kv_heads, model.head_dim)}
-    for site in capture.sites:
-        fmt = setup.rollout_plan.site(site).format
-        if fmt not in BLOCK_FORMATS:
+    layers = resolve_layers(list(capture.layers), model.num_layers)
+    for name in capture.sites:
+        fmt = setup.rollout_plan.site(name).format
+        if fmt not in BLOCK_FORMATS or not model.layers_of(name):
             continue  # nothing to record
-        vectors, width = widths[site]
+        site = model.sites[name]
+        recorded, vectors, width = len(set(layers) & set(site.layer_ids)), math.prod(site.lead), site.width
         block = block_format(fmt).block
-        total += layers * vectors * (-(-width * bits // 8) + -(-width // block))
+        total += recorded * vectors * (-(-width * bits // 8) + -(-width // block))
     return total

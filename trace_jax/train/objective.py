@@ -112,7 +112,7 @@ def _parity(parity: dict[str, tuple[Float[Array, " L"], Float[Array, " L"]]]) ->
     return {"guidance/parity_agreement": WeightedMetric(agreed, counted.astype(jnp.int32))}
 
 
-def _route_agreement(own: Int[Array, "B T L k"], batch: TrainBatch) -> Stats:
+def _route_agreement(own: Int[Array, "B T Lm k"], batch: TrainBatch) -> Stats:
     """Share of (token, layer) pairs for which the trainer's router would have chosen the recorded experts."""
     if batch.routes is None:
         return {}

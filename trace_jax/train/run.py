@@ -56,7 +56,7 @@ def run_training(
     with open_run(config, directory, resume=resume, report=report) as run:
         last = run.latest() if resume else None
         learner = _started(config, directory, shared.task) if last is None else _resumed(config, run.checkpoints, last, shared.task)
-        with closing(learner.engine), closing(learner.setup.task):
+        with closing(learner), closing(learner.setup.task):
             learner.setup.require_rows()
             if not run.stopping():
                 run.begin(learner.progress.step if resume else None)
@@ -127,4 +127,6 @@ def _resumed(config: Config, checkpoints: Checkpoints, step: int, task: Task | N
 def _save(checkpoints: Checkpoints, learner: Learner) -> None:
     setup = learner.setup
     stored = setup.config.model_dump(mode="json")
-    checkpoints.save(learner.state, learner.progress, setup.policy, setup.config.tokenizer, stored, learner.served, setup.channels)
+    # What draws the next tokens of an asynchronous run is not repeated anyway, so it goes on with its newest weights.
+    served = learner.served if learner.stream is None else None
+    checkpoints.save(learner.state, learner.progress, setup.policy, setup.config.tokenizer, stored, served, setup.channels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,12 +24,12 @@ from trace_jax.quantization.plan import QuantPlan, rollout_plan, trainer_plan
 from trace_jax.rl.corrections import Correction
 from trace_jax.rl.losses import PolicyLoss
 from trace_jax.rollout.embedded.decode import CaptureSpec
-from trace_jax.rollout.embedded.engine import EmbeddedEngine
-from trace_jax.rollout.engine import Engine
+from trace_jax.rollout.embedded.engine import EmbeddedEngine, require_cache_formats
+from trace_jax.rollout.engine import Engine, send_weights
 from trace_jax.rollout.prompts import SamplingSettings
 from trace_jax.rollout.shared_engine import SharedEngine
 from trace_jax.rollout.weight_sync import layer_updates
-from trace_jax.rollout.weight_update import Ack, UpdateDigest
+from trace_jax.rollout.weight_update import Ack, LayerUpdate
 from trace_jax.sharding.mesh import device_mesh
 from trace_jax.sharding.placement import put_params
 from trace_jax.sharding.rules import check_heads_and_blocks, shardings
@@ -75,7 +76,7 @@ class Setup:
             spec=self.objective,
             micro_batch_tokens=self.config.train.micro_batch_tokens,
             max_length=max_length,
-            replay=algorithm.routing_replay,
+            replay=algorithm.routing_replay and bool(self.policy.config.moe_layer_ids),
             aggregation=algorithm.aggregation,
             loss_scale_factor=algorithm.loss_scale_factor or self.config.rollout.max_new_tokens,
         )
@@ -88,6 +89,11 @@ class Setup:
         if not self.has_channels():
             raise RuntimeError("the rollout is to be compensated and no channels are chosen: call `compensated` first")
         rollout = self.config.rollout
+        if jax.process_count() > 1 and self.config.asynchronous:
+            raise UserError(
+                f"sync.max_staleness is {self.config.sync.max_staleness}, which makes training asynchronous, but several processes train "
+                "in step only; write sync.max_staleness: 0 (or what sync.every and train.updates_per_batch need), or use one process"
+            )
         if rollout.engine != "jax":
             (point,) = entry_points(group=ENGINE_GROUP, name=rollout.engine)
             engine = point.load()(self)
@@ -170,6 +176,7 @@ def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = N
     plan = rollout_plan(
         rollout.weights, rollout.activations, rollout.kv_cache.k, rollout.kv_cache.v, rollout.activation_scale == "per_token"
     )
+    _require_sites(policy, plan)
     algorithm, correction = config.algorithm, config.algorithm.correction
     objective = ObjectiveSpec(
         policy=policy,
@@ -179,6 +186,21 @@ def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = N
     )
     sampling = SamplingSettings(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_prompt_tokens)
     return Setup(config, policy, tokenizer, task or load_config_task(config), plan, objective, sampling)
+
+
+def _require_sites(policy: Policy, plan: QuantPlan) -> None:
+    """Refuses a rollout that is to round what the family does not have.
+
+    Raises:
+      UserError: FP4 experts of a dense family, or a rounded cache that holds no keys and values.
+    """
+    require_cache_formats(policy, plan)
+    rounded = [key for key, fmt in (("weights", plan.weights), ("activations", plan.expert_input.format)) if fmt != "bf16"]
+    if rounded and not policy.config.moe_layer_ids:
+        raise UserError(
+            f"rollout.{rounded[0]} rounds routed experts, and {policy.family} has none; write bf16 for rollout.weights and "
+            "rollout.activations"
+        )
 
 
 def _require_agreement(config: Config, loaded: ModelConfig) -> None:
@@ -288,15 +310,15 @@ def calibration_sequences(setup: Setup) -> list[list[int]]:
     return [worked_example(row, setup.tokenizer)[0] for row in rows]
 
 
+def weight_updates(setup: Setup, params: Params, multipliers: Multipliers) -> Iterator[LayerUpdate]:
+    """Weights as the run's engine takes them."""
+    return layer_updates(setup.policy, setup.rollout_plan, params, multipliers)
+
+
 def sync_weights(engine: Engine, setup: Setup, params: Params, multipliers: Multipliers, version: int) -> Ack:
     """Sends the weights and compares the engine's count and checksum with the sender's.
 
     Raises:
       RuntimeError: the engine received something else.
     """
-    digest = UpdateDigest()
-    updates = layer_updates(setup.policy, setup.rollout_plan, params, multipliers)
-    ack = engine.update_weights(digest.observe(updates), version)
-    if ack != digest.ack(version):
-        raise RuntimeError(f"weight sync failed: sent {digest.ack(version)}, the engine acknowledged {ack}")
-    return ack
+    return send_weights(engine, weight_updates(setup, params, multipliers), version)

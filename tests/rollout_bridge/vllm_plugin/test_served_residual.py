@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import NVFP4, fake_quant, oracle
 from tests import tiny_policy
 from tests.rollout_bridge.vllm_plugin import served
-from trace_jax.models.qwen3_moe import modeling
+from trace_jax.models import layer_scope
 from trace_jax.quantization.plan import rollout_plan
 from trace_jax.train.objective import ObjectiveSpec, batch_logprobs
 
@@ -53,7 +53,7 @@ def results(tmp_path_factory: pytest.TempPathFactory):
 
 def equation(batch, channels: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     """The trainer's forward with X replaced by Q(X) + Q(R[C]) at both inputs of the experts."""
-    original = modeling.round_site
+    original = layer_scope.round_site
 
     def compensated(site, x, plan, multiplier, **choices):
         rounded, captured = original(site, x, plan, multiplier, **choices)
@@ -62,7 +62,7 @@ def equation(batch, channels: dict[str, np.ndarray], monkeypatch: pytest.MonkeyP
             rounded = rounded.at[..., channels[site]].add(fake_quant(left, NVFP4, multiplier / 4))
         return rounded, captured
 
-    monkeypatch.setattr(modeling, "round_site", compensated)
+    monkeypatch.setattr(layer_scope, "round_site", compensated)
     spec = ObjectiveSpec(replace(tiny_policy.policy("float32"), experts_implementation="ragged"), PLAN)
     forward = jax.jit(lambda masters, scales, batch: batch_logprobs(masters, scales, batch, spec)[0])
     return np.asarray(forward(served.stored_params(), tiny_policy.multipliers(), batch))

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float32, Int, Int32, Int64
 from pallas_kernels import block_format
 from trace_jax.guidance.record import GuidanceRecord
 from trace_jax.guidance.site_record import SiteRecord
+from trace_jax.models.registry import ModelConfig
 from trace_jax.quantization.plan import QuantPlan
 from trace_jax.rollout.audit import Audit
 from trace_jax.rollout.embedded.decode import CaptureSpec
@@ -31,7 +32,7 @@ class WaveRecords:
     Args:
       prompt_width: P, padded prompt length.
       token, logprob, live: drawn tokens `[B, M]`; `live` is false once a row had finished.
-      routes: `[B, P + M - 1, L, k]` by column.
+      routes: `[B, P + M - 1, Lm, k]` by column.
       sites: per site `data`, `scales`, `multiplier` with axes `[Ls, B, column, ...]`.
     """
 
@@ -39,7 +40,7 @@ class WaveRecords:
     token: Int32[np.ndarray, "B M"]
     logprob: Float32[np.ndarray, "B M"]
     live: Bool[np.ndarray, "B M"]
-    routes: Int[np.ndarray, "B C L k"]
+    routes: Int[np.ndarray, "B C Lm k"]
     sites: dict[str, dict[str, np.ndarray | None]]
 
 
@@ -51,8 +52,7 @@ def assemble(
     kept: CaptureSpec,
     plan: QuantPlan,
     multipliers: dict[str, Float32[np.ndarray, " L"]],
-    sizes: dict[str, int],
-    num_experts: int,
+    config: ModelConfig,
     version: int,
 ) -> Trajectories:
     """Builds the trajectories of a wave.
@@ -61,7 +61,7 @@ def assemble(
       requests: one per real row, in row order; padding rows follow them.
       capture: what the wave recorded.
       kept: what the trajectories carry; smaller than `capture` in a wave with audited requests.
-      sizes: width of each recorded site.
+      config: of the model: the layers and the width of each site.
       version: weight version of the wave.
     """
     rows = len(requests)
@@ -82,10 +82,7 @@ def assemble(
     fed = position < length[row] - 1
     column = np.where(in_answer, wave.prompt_width + step, position)
     column = np.where(fed, column, 0)
-    layers = np.arange(wave.routes.shape[2], dtype=np.int32)
-    routed = wave.routes[row, column].astype(route_dtype(num_experts))
-    routed[~fed] = 0
-    full = _record(wave, capture, plan, multipliers, sizes, row, column, fed, version)
+    full = _record(wave, capture, plan, multipliers, config, row, column, fed, version)
     trajectories = Trajectories(
         offsets=offsets,
         tokens=all_tokens,
@@ -94,7 +91,7 @@ def assemble(
         weight_version=np.full(offsets[-1], version, np.int32),
         finish_reason=_finish_reasons(requests, wave, answer),
         **_per_request(requests),
-        routes=Routes(routed, fed, layers),
+        routes=_routes(wave, config, row, column, fed),
         guidance=None if full is None else _compact(full, kept),
     )
     return trajectories if full is None else trajectories.replace(audit=_audit(requests, full, length, row))
@@ -133,12 +130,21 @@ def _finish_reasons(requests: Sequence[Request], wave: WaveRecords, answer: Int6
     return np.where(stopped, FinishReason.STOP, FinishReason.LENGTH).astype(np.uint8)
 
 
+def _routes(wave: WaveRecords, config: ModelConfig, row: np.ndarray, column: np.ndarray, fed: np.ndarray) -> Routes | None:
+    """The routes of the layers that have experts; None for a dense model."""
+    if not config.moe_layer_ids:
+        return None
+    routed = wave.routes[row, column].astype(route_dtype(config.num_experts))
+    routed[~fed] = 0
+    return Routes(routed, fed, np.asarray(config.moe_layer_ids, np.int32))
+
+
 def _record(
     wave: WaveRecords,
     capture: CaptureSpec,
     plan: QuantPlan,
     multipliers: dict[str, np.ndarray],
-    sizes: dict[str, int],
+    config: ModelConfig,
     row: np.ndarray,
     column: np.ndarray,
     fed: np.ndarray,
@@ -154,16 +160,16 @@ def _record(
         rows[~fed] = blank
         return rows
 
-    layer_ids = np.asarray(capture.layers, np.int32)
     sites = {}
     for name, arrays in wave.sites.items():
+        layer_ids = np.asarray([layer for layer in capture.layers if layer in config.layers_of(name)], np.int32)
         block = block_format(plan.site(name).format)
         multiplier = gather(arrays["multiplier"], blank=1)
         if multiplier is None and block.has_multiplier:
             multiplier = np.ascontiguousarray(multipliers[name][layer_ids])
         scales = gather(arrays["scales"])
         assert scales is not None  # every capture has scales
-        sites[name] = SiteRecord(block.name, block.block, sizes[name], layer_ids, gather(arrays["data"]), scales, multiplier)
+        sites[name] = SiteRecord(block.name, block.block, config.sites[name].width, layer_ids, gather(arrays["data"]), scales, multiplier)
     return GuidanceRecord(capture.kind, sites, fed, np.full(row.size, version, np.int32))
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 from pallas_kernels import mantissa_bits
 from pallas_kernels.pytrees import register_arrays
 from trace_jax.guidance.site_record import RecordKind
-from trace_jax.layers.kv_cache import KVCache, init_cache
+from trace_jax.layers.kv_cache import KVCache
 from trace_jax.layers.logprobs import logits_of
 from trace_jax.models.inputs import ForwardInputs
 from trace_jax.models.policy import Policy
@@ -100,9 +100,9 @@ class Drawn:
 @register_arrays
 @dataclass(frozen=True)
 class Fed:
-    """Records of tokens that were fed: routes `[B, T, L, k]` and per site a `SiteCapture`."""
+    """Records of tokens that were fed: routes `[B, T, Lm, k]` and per site a `SiteCapture`."""
 
-    routes: Int[Array, "B T L k"]
+    routes: Int[Array, "B T Lm k"]
     sites: dict[str, SiteCapture]
 
 
@@ -126,11 +126,8 @@ def prefill(
       spec, slots: static; `slots` is the cache length.
     """
     batch, width = tokens.shape
-    config = spec.policy.config
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
-    cache = init_cache(
-        config.num_layers, batch, slots, config.num_kv_heads, config.head_dim, spec.plan, jnp.dtype(spec.policy.compute_dtype)
-    )
+    cache = spec.policy.empty_cache(batch, slots, spec.plan)
     hidden, cache, fed = _run(params, multipliers, channels, tokens, positions, cache, spec)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     state = RowState(jnp.zeros_like(lengths), lengths - 1, jnp.zeros(batch, bool))
@@ -185,12 +182,12 @@ def _run(
 
 
 def _recorded(site: str, captured: Captured, spec: DecodeSpec) -> SiteCapture:
-    layers = jnp.asarray(spec.capture.layers, jnp.int32)
-    width = spec.policy.config.hidden_size if site == "expert_input" else spec.policy.config.head_dim
+    found = spec.policy.config.sites[site]
+    layers = jnp.asarray([found.layer_ids.index(layer) for layer in spec.capture.layers if layer in found.layer_ids], jnp.int32)
     codes = captured.codes[layers]
     data: dict[str, Any] = {"codes": codes, "scales": None, "mantissa": None}
     if spec.capture.kind == "mantissa":
-        data["mantissa"] = mantissa_bits(codes, width)
+        data["mantissa"] = mantissa_bits(codes, found.width)
     return {
         "data": data[spec.capture.kind],
         "scales": captured.scales[layers],

@@ -14,6 +14,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params
 from trace_jax.quantization.channels import Channels, with_channel_columns
@@ -43,7 +44,8 @@ class EmbeddedEngine:
     ):
         self._policy = policy
         self._plan = plan
-        self._capture = _available(capture, plan)
+        require_cache_formats(policy, plan)
+        self._capture = _available(capture, plan, policy)
         self._max_batch = max_batch
         self._channels = channels or {}
         self._queue: deque[Request] = deque()
@@ -111,7 +113,7 @@ class EmbeddedEngine:
                 f"sent {found.get(first, 'nothing')}, expected {expected.get(first, 'nothing')}"
             )
         params, self._multipliers = decode_updates(self._policy, self._plan, tensors)
-        self._params = with_channel_columns(params, self._channels) if self._channels else params
+        self._params = with_channel_columns(params, self._channels, stacks=self._policy.config.stacks) if self._channels else params
         self._version = version
         return digest.ack(version)
 
@@ -149,7 +151,7 @@ class EmbeddedEngine:
         capture = self._capture
         if any(request.audit for request in requests):
             everywhere = tuple(range(self._policy.config.num_layers))
-            capture = _available(CaptureSpec("codes", RECORDED_SITES, everywhere), self._plan)
+            capture = _available(CaptureSpec("codes", RECORDED_SITES, everywhere), self._plan, self._policy)
         truncated = any(request.top_p < 1 or request.top_k > 0 for request in requests)
         # The weights held here are decoded already; only activations and the cache are rounded in the forward pass.
         spec = DecodeSpec(self._policy, replace(self._plan, weights="bf16"), capture, truncated)
@@ -162,15 +164,31 @@ class EmbeddedEngine:
             kept=self._capture,
             plan=self._plan,
             multipliers={name: np.asarray(value) for name, value in self._multipliers.items()},
-            sizes={"expert_input": config.hidden_size, "k": config.head_dim, "v": config.head_dim},
-            num_experts=config.num_experts,
+            config=config,
             version=self._version,
         )
 
 
-def _available(capture: CaptureSpec, plan: QuantPlan) -> CaptureSpec:
-    """The part of a capture that exists: sites in a block format."""
-    sites = tuple(site for site in capture.sites if plan.site(site).format in BLOCK_FORMATS)
-    if capture.kind == "none" or not sites or not capture.layers:
+def require_cache_formats(policy: Policy, plan: QuantPlan) -> None:
+    """Refuses a rounded cache where the family's cache holds something else than keys and values.
+
+    Raises:
+      UserError: naming the family and the reason.
+    """
+    rounded = [site for site in ("k", "v") if plan.site(site).format != "bf16" and not policy.config.layers_of(site)]
+    if rounded:
+        raise UserError(
+            f"rollout.kv_cache.{rounded[0]} is {plan.site(rounded[0]).format}, but {policy.family} {policy.config.CACHE_REASON}; "
+            "write rollout.kv_cache: {k: bf16, v: bf16}"
+        )
+
+
+def _available(capture: CaptureSpec, plan: QuantPlan, policy: Policy) -> CaptureSpec:
+    """The part of a capture that exists: sites in a block format that some of the layers have."""
+    config = policy.config
+    sites = tuple(
+        site for site in capture.sites if plan.site(site).format in BLOCK_FORMATS and set(capture.layers) & set(config.layers_of(site))
+    )
+    if capture.kind == "none" or not sites:
         return CaptureSpec()
     return CaptureSpec(capture.kind, sites, capture.layers)

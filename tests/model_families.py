@@ -1,0 +1,101 @@
+"""Tiny models of every family: our config, and what makes transformers build the same one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trace_jax.models.registry import ModelConfig, config_from_dict
+
+COMMON_HF: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+COMMON: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "max_position": 128,
+}
+MOE: dict[str, Any] = {"num_experts": 6, "experts_per_token": 2, "expert_hidden_size": 32}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Args:
+      transformers: stem of the names of its classes there.
+      hf: arguments of their config class, beside the common ones.
+      cases: further changes to them, by name; each must be computed as transformers does.
+      config: fields of our config, beside the common ones, of the model that the engine tests run.
+      refused: keys of config.json that mean another computation, with a part of the error message.
+    """
+
+    transformers: str
+    hf: dict[str, Any]
+    config: dict[str, Any]
+    cases: dict[str, dict[str, Any]] = field(default_factory=dict)
+    refused: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
+
+
+FAMILIES: dict[str, Family] = {
+    "olmoe": Family(
+        "Olmoe",
+        {"num_hidden_layers": 2, "intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2, "rope_parameters": DEFAULT_ROPE},
+        MOE | {"head_dim": 8},
+        {"norm_topk_prob": {"norm_topk_prob": True}, "tied_bias": {"tie_word_embeddings": True, "attention_bias": True}},
+        {"clipped": ({"clip_qkv": 8.0}, "clip_qkv is 8.0"), "yarn": ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.type is 'yarn'")},
+    ),
+    "mixtral": Family(
+        "Mixtral",
+        {
+            "num_hidden_layers": 2, "intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16,
+            "rope_parameters": DEFAULT_ROPE,
+        },
+        MOE,
+        {"rms_norm_eps": {"rms_norm_eps": 1e-2}, "tied": {"tie_word_embeddings": True}},
+        {"window": ({"sliding_window": 4096}, "sliding_window is 4096"), "act": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'")},
+    ),
+    "qwen3": Family(
+        "Qwen3",
+        {"num_hidden_layers": 2, "intermediate_size": 20, "head_dim": 16, "rope_parameters": DEFAULT_ROPE},
+        {"ffn_hidden_size": 48},
+        {"tied_bias": {"tie_word_embeddings": True, "attention_bias": True}},
+        {"window": ({"use_sliding_window": True}, "use_sliding_window is True")},
+    ),
+    "llama": Family(
+        "Llama",
+        {"num_hidden_layers": 2, "intermediate_size": 20, "head_dim": 16, "rope_parameters": DEFAULT_ROPE},
+        {"ffn_hidden_size": 48},
+        {
+            "llama3_rope": {"rope_parameters": LLAMA3_ROPE},
+            "yarn_rope": {
+                "rope_parameters": {
+                    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
+                }
+            },
+            "tied_bias": {"tie_word_embeddings": True, "attention_bias": True},
+        },
+        {"mlp_bias": ({"mlp_bias": True}, "mlp_bias is True"), "dynamic": ({"rope_scaling": {"type": "dynamic"}}, "'dynamic'")},
+    ),
+}  # fmt: skip
+
+
+def config_of(family: str, **changes: Any) -> ModelConfig:
+    """The tiny config of a family for the engine tests."""
+    return config_from_dict(family, COMMON | FAMILIES[family].config | changes)

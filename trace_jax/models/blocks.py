@@ -1,0 +1,120 @@
+"""The two halves of a decoder layer as functions over its parameters: attention, and the feed-forward network, routed or dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import as_stored, keep_rounding, round_to_bf16
+from trace_jax.layers import partial_sums
+from trace_jax.layers.attention import attend
+from trace_jax.layers.experts import ExpertWeights, apply_experts
+from trace_jax.layers.norm import rms_norm
+from trace_jax.layers.rope import Tables, rotate_part
+from trace_jax.models.decoder_config import DecoderConfig
+from trace_jax.models.layer_scope import LayerScope
+from trace_jax.models.modules import Attention, Experts, Mlp
+from trace_jax.quantization.weights import fake_quant_experts
+
+Choice = tuple[Int[Array, "B T k"], Float[Array, "B T k"], Int[Array, "B T k"]]
+"""Experts used, their mixing weights, and the router's own choice."""
+
+
+def normed(x: Float[Array, "*rows D"], weight: nnx.Param, eps: float) -> Float[Array, "*rows D"]:
+    """RMS norm with the weight as an engine holds it.
+
+    An engine holds norm weights in BF16. A cast to BF16 and back could be folded away by XLA on GPU, so the master is rounded
+    arithmetically.
+    """
+    scale = weight[...]
+    if x.dtype == jnp.bfloat16 and scale.dtype == jnp.float32:
+        scale = round_to_bf16(scale)
+    return rms_norm(x, scale, eps)
+
+
+def self_attention(
+    attention: Attention, config: DecoderConfig, x: Float[Array, "B T D"], scope: LayerScope, turns: Tables, window: int | None = None
+) -> Float[Array, "B T D"]:
+    """Grouped-query attention over rounded keys and values (after RoPE; the newest included); what it adds to the residual stream.
+
+    Norms of queries and keys, biases and sinks act where the module has them.
+
+    Args:
+      attention: module of the layer.
+      x: input after the norm.
+      turns: rotary tables; heads that are wider than they keep their last entries.
+      window: how many tokens a query sees, itself included; None for all.
+    """
+
+    def project(name: str, heads: int) -> Float[Array, "B T {heads} head_dim"]:
+        y = x @ getattr(attention, f"{name}_proj")[...].astype(x.dtype).T
+        if hasattr(attention, f"{name}_bias"):
+            y = y + getattr(attention, f"{name}_bias")[...].astype(x.dtype)[None, None, :]
+        if name != "v" and hasattr(attention, f"{name}_norm"):
+            weight = getattr(attention, f"{name}_norm")
+            y = normed(y.reshape(*y.shape[:2], -1, weight.shape[-1]), weight, config.rms_norm_eps)
+        return y.reshape(*y.shape[:2], heads, config.head_dim)
+
+    query, key = project("q", config.num_heads), project("k", config.num_kv_heads)
+    query, key = rotate_part(query, turns), rotate_part(key, turns)
+    value = project("v", config.num_kv_heads)
+    rounded_key, rounded_value = scope.round("k", key, lead=1), scope.round("v", value, lead=1)
+    rounded_key, rounded_value = scope.through_cache(rounded_key, rounded_value, x.dtype)
+    mask = scope.inputs.mask
+    if window is not None:
+        mask = mask & (scope.inputs.positions[:, :, None] - scope.key_positions()[:, None, :] < window)
+    sinks = attention.sinks[...] if hasattr(attention, "sinks") else None
+    attended = attend(query, rounded_key, rounded_value, mask, sinks=sinks)
+    parts = scope.options.partial_sums
+    update = partial_sums.matmul(attended.reshape(*x.shape[:2], -1), attention.o_proj[...].astype(x.dtype).T, parts)
+    if hasattr(attention, "o_bias"):
+        update = keep_rounding(update + attention.o_bias[...].astype(x.dtype)[None, None, :])
+    return update
+
+
+def routed_experts(
+    experts: Experts, x: Float[Array, "B T D"], scope: LayerScope, choose: Callable[[Float[Array, "B T D"]], Choice], **kinds: Any
+) -> Float[Array, "B T D"]:
+    """The routed experts: choose, round the input once per token, fake-quantize the weights, round the input of the down projection.
+
+    Args:
+      experts: module of the layer.
+      x: input after the norm.
+      choose: the router, over that input.
+      kinds: further arguments of `apply_experts`.
+    """
+    if scope.options.observe == "residual":  # zeros leave no residual, neither here nor, through their products, at the down projection
+        x = jnp.where(jnp.any(scope.inputs.mask, axis=-1, keepdims=True), x, jnp.zeros_like(x))
+    ids, mixing, own = choose(x)
+    scope.reports["routes"] = {"used": ids, "own": own}
+    rounded = scope.round("expert_input", x, lead=0)
+    weights = fake_quant_experts(experts.weights(), scope.options.plan.weights)
+    k = ids.shape[-1]
+    update = apply_experts(
+        rounded.reshape(-1, rounded.shape[-1]),
+        ids.reshape(-1, k),
+        mixing.reshape(-1, k),
+        ExpertWeights(*(w.astype(x.dtype) for w in weights)),
+        scope.round_hidden,
+        scope.options.experts_implementation,
+        scope.options.partial_sums,
+        **kinds,
+    )
+    return update.reshape(x.shape)
+
+
+def router_logits(x: Float[Array, "B T D"], router: nnx.Param) -> Float[Array, "B T E"]:
+    """Scores of the experts in float32."""
+    return jnp.matmul(x, router[...].astype(x.dtype).T, preferred_element_type=jnp.float32)
+
+
+def feed_forward(mlp: Mlp, x: Float[Array, "B T D"], parts: int) -> Float[Array, "B T D"]:
+    """A dense gated network in the compute dtype, nothing of it quantized; summed in `parts` shares."""
+    gate, up = (x @ w[...].astype(x.dtype).T for w in (mlp.gate, mlp.up))
+    hidden = keep_rounding((jax.nn.silu(as_stored(gate)) * as_stored(up)).astype(x.dtype))
+    return partial_sums.matmul(hidden, mlp.down[...].astype(x.dtype).T, parts)

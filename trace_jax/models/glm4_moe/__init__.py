@@ -1,0 +1,1 @@
+"""The GLM-4.5 family."""

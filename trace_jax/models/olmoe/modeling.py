@@ -1,0 +1,23 @@
+"""OLMoE: norms over all queries and all keys together, and selected probabilities that are not rescaled by default.
+
+Source: Muennighoff et al., arXiv 2409.02060, and the layout of its Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+from flax import nnx
+
+from trace_jax.models import softmax_moe
+from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
+from trace_jax.models.modules import Decoder
+from trace_jax.models.olmoe.config import OlmoeConfig
+
+
+def make(config: OlmoeConfig, rngs: nnx.Rngs) -> Decoder:
+    """The decoder with random parameters."""
+    return softmax_moe.make_decoder(config, rngs, norms=config.attention_norms, biases="qkvo" if config.attention_bias else "")
+
+
+def forward(model: Decoder, config: OlmoeConfig, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
+    """Runs the decoder; see `run_decoder`."""
+    return softmax_moe.run(model, config, inputs, options, norm_topk_prob=config.norm_topk_prob)

@@ -1,0 +1,20 @@
+"""Names of OLMoE weights in Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trace_jax.models.key_map import Entry, LayerTensor, attention_tensors, decoder_entries, expert_tensors, layer_norm_tensors
+from trace_jax.models.olmoe.config import OlmoeConfig
+
+
+def key_map(config: OlmoeConfig) -> list[Entry]:
+    """Every tensor of a checkpoint in the per-expert layout."""
+
+    def of_layer(kind: str) -> Iterator[LayerTensor]:
+        yield from attention_tensors(config, config.attention_norms, "qkvo" if config.attention_bias else "")
+        yield from layer_norm_tensors(config)
+        yield LayerTensor("mlp.gate.weight", (config.num_experts, config.hidden_size), ("router",))
+        yield from expert_tensors(config)
+
+    return decoder_entries(config, of_layer)

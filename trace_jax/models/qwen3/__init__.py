@@ -1,0 +1,1 @@
+"""The Dense Qwen3 family."""
