@@ -25,6 +25,7 @@ from trace_jax.quantization.channels import Channels, channel_counts, largest_ch
 from trace_jax.quantization.multipliers import Multipliers, static_multipliers
 from trace_jax.quantization.plan import UNQUANTIZED, QuantPlan
 from trace_jax.quantization.weights import with_rounded_experts
+from trace_jax.sharding.placement import to_host
 
 ROWS = 16
 """Sequences per forward pass."""
@@ -45,7 +46,7 @@ def calibrate(policy: Policy, params: Params, sequences: Sequence[Sequence[int]]
     require_finite(params, "calibration")
     amax: dict[str, np.ndarray] = {}
     for batch in _equal_length_batches(sequences):
-        for site, value in jax.device_get(_amax(params, jnp.asarray(batch), policy=policy)).items():
+        for site, value in to_host(_amax(params, jnp.asarray(batch), policy=policy)).items():
             amax[site] = np.maximum(amax.get(site, 0.0), value)
     config = policy.config
     for site, value in amax.items():
@@ -86,7 +87,7 @@ def choose_channels(
     static = {"policy": replace(policy, experts_implementation="ragged"), "plan": replace(plan, weights="bf16")}
     total = dict.fromkeys(counts, np.float64(0))
     for tokens, segments in _padded_batches(_not_empty(sequences)):
-        energy = jax.device_get(_residual_energy(rounded, multipliers, jnp.asarray(tokens), jnp.asarray(segments), **static))
+        energy = to_host(_residual_energy(rounded, multipliers, jnp.asarray(tokens), jnp.asarray(segments), **static))
         total = {site: value + energy[site].astype(np.float64) for site, value in total.items()}
     return {
         site: _over_all_layers(largest_channels(np.asarray(total[site]), count), policy.config.layers_of(site), policy.config.num_layers)

@@ -28,6 +28,7 @@ from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params, param_shapes
 from trace_jax.quantization.channels import Channels
 from trace_jax.quantization.multipliers import Multipliers
+from trace_jax.sharding.processes import gathered, is_first, on_first
 from trace_jax.sharding.rules import shardings
 from trace_jax.train.manifest import write_manifest
 from trace_jax.train.read_checkpoint import (
@@ -94,7 +95,7 @@ class Checkpoints:
 
     def _seal(self) -> None:
         """Lists the files of the step that Orbax has written and is about to rename; runs in its thread."""
-        for unfinished in self.directory.glob(f"{self._saving}{UNFINISHED}"):
+        for unfinished in self.directory.glob(f"{self._saving}{UNFINISHED}") if is_first() else ():
             write_manifest(unfinished)
 
     def latest(self) -> int | None:
@@ -126,7 +127,7 @@ class Checkpoints:
         last complete checkpoint, which is the last save or the one before it.
         """
         self.wait()
-        if progress.step in complete_steps(self.directory):
+        if gathered(progress.step in complete_steps(self.directory))[0]:
             return
         behind = {} if served is None or served.version == progress.version else {"served": served.params}
         params, opt_state, multipliers, behind = jax.tree.map(jnp.copy, (state.params, state.opt_state, state.multipliers, behind))
@@ -148,7 +149,8 @@ class Checkpoints:
             **({"optimizer": ocp.args.StandardSave(opt_state)} if jax.tree.leaves(opt_state) else {}),
             **{name: ocp.args.StandardSave(weights) for name, weights in behind.items()},
         )
-        self._require_space(sum(leaf.nbytes for leaf in jax.tree.leaves((params, opt_state, multipliers, behind))))
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves((params, opt_state, multipliers, behind)))
+        on_first(lambda: self._require_space(needed))
         self._saving = progress.step
         with self._full_disk_reported():
             self._open().save(progress.step, args=items)

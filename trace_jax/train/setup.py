@@ -27,6 +27,7 @@ from trace_jax.rollout.embedded.decode import CaptureSpec
 from trace_jax.rollout.embedded.engine import EmbeddedEngine, require_cache_formats
 from trace_jax.rollout.engine import Engine, send_weights
 from trace_jax.rollout.prompts import SamplingSettings
+from trace_jax.rollout.shared_engine import SharedEngine
 from trace_jax.rollout.weight_sync import layer_updates
 from trace_jax.rollout.weight_update import Ack, LayerUpdate
 from trace_jax.sharding.mesh import device_mesh
@@ -81,15 +82,25 @@ class Setup:
         )
 
     def engine(self) -> Engine:
-        """A new engine without weights: the embedded one, or what the factory of an installed package makes of this setup."""
+        """A new engine without weights: the embedded one, or what the factory of an installed package makes of this setup.
+
+        Of several processes each has one; together they are one engine.
+        """
         if not self.has_channels():
             raise RuntimeError("the rollout is to be compensated and no channels are chosen: call `compensated` first")
         rollout = self.config.rollout
+        if jax.process_count() > 1 and self.config.asynchronous:
+            raise UserError(
+                f"sync.max_staleness is {self.config.sync.max_staleness}, which makes training asynchronous, but several processes train "
+                "in step only; write sync.max_staleness: 0 (or what sync.every and train.updates_per_batch need), or use one process"
+            )
         if rollout.engine != "jax":
             (point,) = entry_points(group=ENGINE_GROUP, name=rollout.engine)
-            return point.load()(self)
-        policy = replace(self.policy, partial_sums=rollout.partial_sums)
-        return EmbeddedEngine(policy, self.rollout_plan, self.capture(), rollout.max_batch, self.channels)
+            engine = point.load()(self)
+        else:
+            policy = replace(self.policy, partial_sums=rollout.partial_sums)
+            engine = EmbeddedEngine(policy, self.rollout_plan, self.capture(), rollout.max_batch, self.channels)
+        return engine if jax.process_count() == 1 else SharedEngine(engine)
 
     def channel_counts(self) -> dict[str, int]:
         """How many channels of each site and layer the rollout compensates."""
