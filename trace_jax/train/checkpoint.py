@@ -88,7 +88,8 @@ class Checkpoints:
     def _open(self) -> ocp.CheckpointManager:
         """The manager, made on first use, because it creates the directory: a run that fails before must leave nothing."""
         if self._manager is None:
-            seal = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
+            # Folders are made before `save` returns: Orbax's threads wait for those that cannot be made, and the program does not end.
+            seal = ocp.options.AsyncOptions(post_finalization_callback=self._seal, create_directories_asynchronously=False)
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=True, async_options=seal)
             self._manager = ocp.CheckpointManager(self.directory.absolute(), options=options)
         return self._manager
