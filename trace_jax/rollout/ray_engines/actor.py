@@ -87,7 +87,7 @@ class EngineActor:
         return finished
 
     def abort(self, life: str, sample_ids: Sequence[int]) -> Trajectories:
-        """Ends requests and returns them, with others that have finished. Nothing is generated meanwhile, so that a wave does not delay it."""
+        """Ends requests and returns them, with others that have finished; nothing is generated meanwhile."""
         engine = self._engine(life)
         paused = engine.health().paused
         if not paused:

@@ -222,7 +222,7 @@ class RayEngines:
     def close(self) -> None:
         """Ends the engines, and the cluster if it was started for them; drops weights and requests."""
         self._failure = self._failure or "closed"
-        ends = [member.actor.close.remote() for member in self._members]
+        ends = [member.actor.close.remote() for member in self._members if member.life is not None]
         if ends:
             ray.wait(ends, num_returns=len(ends), timeout=ENDS_IN_S)
         for member in self._members:
