@@ -31,11 +31,11 @@ from trace_jax.files import write_atomic
 from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.models.registry import ModelConfig
 from trace_jax.tasks import Task
-from trace_jax.terminal import Announce, unannounced
+from trace_jax.terminal import Announce, say, unannounced
 from trace_jax.train.checkpoint import load_policy
 from trace_jax.train.read_checkpoint import complete_steps
 from trace_jax.train.run import Shared, run_training
-from trace_jax.train.run_folder import Report, claimed, say
+from trace_jax.train.run_folder import Report, claimed
 from trace_jax.train.setup import build_setup, load_config_task
 from trace_jax.train.skipped import Diverged
 from trace_jax.train.stop import StopRequest, stop_on_signal

@@ -1,9 +1,9 @@
 """Orbax checkpoints: params, optimizer, multipliers and one JSON document, each an item of its own.
 
 `checkpoints/<step>/{params,optimizer,multipliers,meta,manifest.json}` (no optimizer where nothing was trained), and `served` where the
-rollout engine has older weights than `params` (`sync.every`), because the steps that follow depend on them. Orbax writes a step under a temporary name and renames
-it when it is whole, so whatever has a number for a name is complete. The JSON holds counters, data position, the policy's
-description, compensated channels and the resolved config of the run; the manifest holds a checksum of every file.
+rollout engine has older weights than `params` (`sync.every`), because the steps that follow depend on them. Orbax writes a step under a
+temporary name and renames it when it is whole, so whatever has a number for a name is complete. The JSON holds counters, data position,
+the policy's description, compensated channels and the resolved config of the run; the manifest holds a checksum of every file.
 """
 
 from __future__ import annotations
