@@ -22,8 +22,9 @@ from jax.typing import DTypeLike
 
 from trace_jax.errors import UserError
 from trace_jax.files import flush_to_disk
+from trace_jax.models.hf_config import agreeing
 from trace_jax.models.hf_tensors import from_hf_tensors, to_hf_tensors
-from trace_jax.models.key_map import file_shapes
+from trace_jax.models.key_map import FLOAT32_LEAVES, file_shapes
 from trace_jax.models.registry import FAMILIES, key_map
 from trace_jax.models.tensor_files import TensorFiles, read_json, write_tensors
 
@@ -73,7 +74,7 @@ def load_hf_directory(path: str | Path) -> HfCheckpoint:
     except UserError as error:
         raise UserError(f"{directory}: {error}") from error
     with TensorFiles(directory) as files:
-        params = from_hf_tensors(config, key_map(family, config), files)
+        params = from_hf_tensors(config, key_map(family, config), files, _further_layers(config_json, config.num_layers))
     return HfCheckpoint(family, config, params)
 
 
@@ -110,7 +111,8 @@ def save_hf_directory(
     if tokenizer_dir is not None and not carried:
         raise UserError(f"{tokenizer_dir} holds no tokenizer or generation file such as tokenizer.json; give a tokenizer directory")
     with appearing_directory(target) as directory:
-        write_tensors(directory, list(file_shapes(entries).items()), to_hf_tensors(entries, params), stored, max_shard_bytes)
+        kept = frozenset(entry.name for entry in entries if entry.path[-1] in FLOAT32_LEAVES)
+        write_tensors(directory, list(file_shapes(entries).items()), to_hf_tensors(entries, params), stored, max_shard_bytes, kept)
         write_config(directory, family, config, torch_dtype=stored.name)
         for file in carried:
             shutil.copyfile(file, directory / file.name)
@@ -152,3 +154,9 @@ def carried_files(directory: str | Path) -> list[Path]:
 
 def _hf_config(family: str) -> ModuleType:
     return importlib.import_module(f"trace_jax.models.{family}.hf_config")
+
+
+def _further_layers(config_json: dict[str, Any], count: int) -> range:
+    """Layers behind the decoder's own that predict further tokens; families that have none have refused the keys."""
+    further = agreeing({name: config_json.get(name) for name in ("num_nextn_predict_layers", "num_mtp_layers")})
+    return range(count, count + (further or 0))
