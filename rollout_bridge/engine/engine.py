@@ -156,23 +156,27 @@ class VllmEngine:
             self._surviving(lambda: self._worker.call("resume"))
 
     def update_weights(self, updates: Iterator[LayerUpdate], version: int) -> Ack:
-        """Sends new weights; requests that run go on with them.
+        """Sends new weights; requests that run go on with them. What is refused is sent once more: memory may have been damaged.
 
         Raises:
-          ValueError: the worker refused the update; the old weights stay.
+          ValueError: the worker refused the update twice; the old weights stay.
           RuntimeError: the engine is dead.
         """
         self._require_alive()
         update = HeldUpdate(updates, version)
+        refusals = 0
         while True:
             try:
                 ack = self._worker.transfer(update)
                 break
             except WorkerDied as error:
                 self._replace(error)
-            except ValueError:
-                self._surviving(self._equip)  # a worker that has just been started does not even have the old ones
-                raise
+            except ValueError as error:
+                refusals += 1
+                if refusals == 2:
+                    self._surviving(self._equip)  # a worker that has just been started does not even have the old ones
+                    raise
+                say(f"the rollout worker refused new weights: {error}; sending them again")
         self._weights = update
         self._records.weights(update.tensors())
         self._surviving(self._employ)

@@ -23,6 +23,7 @@ def config(*overrides: str) -> Config:
         (["sync.every=3"], "sync.max_staleness is 0"),
         (["train.updates_per_batch=2"], "write 1 or more"),
         (["sync.every=2", "train.updates_per_batch=3", "sync.max_staleness=4"], "write 5 or more"),
+        (["sync.max_staleness=1", "algorithm.correction.kind=none"], "asynchronous, but algorithm.correction.kind is none"),
         (["guidance.record=none"], "guidance.record is none"),
         (["rollout.activations=bf16"], "train_quant.activations is guided"),
         (["rollout.activations=fp8"], "write activations: rtn"),
@@ -35,8 +36,8 @@ def config(*overrides: str) -> Config:
         (["train_quant.activations=none", "train_quant.kv_cache=rtn"], "write record: none"),
         (["rollout.residual_compensation.fraction=0.1"], "train_quant.activations is guided, and a record has no residual"),
         (["method=quads", "rollout.activations=fp8"], "rollout.activations is fp8 and only nvfp4 and mxfp4 are compensated"),
-        (["mesh.data=2"], "mesh.data is 2"),
-        (["mesh.expert=-1"], "mesh.expert is -1"),
+        (["mesh.data=0"], "mesh.data is 0"),
+        (["mesh.data=-1", "mesh.expert=-1"], "mesh.data and mesh.expert are both -1"),
         (["rollout.engine=another"], "no installed package provides"),
         (["rollout.top_k=0"], "write -1"),
         (["eval.greedy=true", "eval.samples=4"], "eval.greedy"),
@@ -68,6 +69,7 @@ def test_refused(overrides: list[str], part: str) -> None:
     "overrides",
     [
         ["sync.every=2", "train.updates_per_batch=3", "sync.max_staleness=5"],
+        ["sync.every=2", "sync.max_staleness=1", "algorithm.correction.kind=none"],
         ["rollout.kv_cache.v=bf16"],
         ["guidance.sites=[expert_input, k]"],
         ["train_quant.activations=none"],
@@ -159,3 +161,19 @@ def test_algorithms_differ_as_documented() -> None:
     assert (of["dapo"].filter_groups.max_num_gen_batches, of["dapo"].overlong_buffer.penalty_factor) == (10, 1.0)
     assert (of["gspo"].clip_low, of["gspo"].clip_high, of["trust_band"].clip_c) == (3e-4, 4e-4, 1.0007)
     assert of["trust_band"].correction.model_dump() == {"kind": "tis", "level": "geometric", "cap": 2.0, "low": None}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "least", "asynchronous"),
+    [
+        ([], 0, False),
+        (["sync.max_staleness=1"], 0, True),
+        (["train.updates_per_batch=3", "sync.max_staleness=2"], 2, False),
+        (["train.updates_per_batch=3", "sync.max_staleness=3"], 2, True),
+        (["sync.every=2", "sync.max_staleness=1"], 1, False),
+        (["sync.every=2", "train.updates_per_batch=2", "sync.max_staleness=4"], 3, True),
+    ],
+)
+def test_training_is_asynchronous_if_more_staleness_is_allowed_than_alternating_has(overrides, least, asynchronous) -> None:
+    loaded = config(*overrides)
+    assert (loaded.least_staleness, loaded.asynchronous) == (least, asynchronous)

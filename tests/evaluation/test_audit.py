@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax
 import numpy as np
 import pytest
 
@@ -174,7 +177,29 @@ def test_answers_of_another_length_compile_nothing_new(audited):
     shortest, longest = int(np.argmin(lengths)), int(np.argmax(lengths))
     assert lengths[shortest] <= 24 < lengths[longest]  # alone, each would be padded to a length of its own
     for chosen in (longest, shortest):
-        metrics = audit_metrics(settings(64, max_length=int(lengths.max())), state, audited.sequence(chosen))
+        metrics = audit_metrics(settings(64, max_length=int(lengths.max())), state, audited.sequence(chosen), 0)
         assert metrics["guidance/audit/code_agreement/k/layer_0"] > 0.9
         compiled.append(audit._observe._cache_size())  # pyright: ignore[reportAttributeAccessIssue]
     assert compiled[0] == compiled[1]
+
+
+def test_codes_of_older_weights_are_compared_by_age(audited):
+    """Weights that have moved leave the bracket of the recorded code; the figures of the ages together are those of all values."""
+    record = audited.audit.record
+    of_age = replace(record, version=np.where(np.arange(record.num_tokens) % 3 == 0, 4, 2).astype(np.int32))
+    mixed = audited.replace(audit=replace(audited.audit, record=of_age))
+
+    def drifted(leaf):
+        return leaf * (1 + 0.02 * np.sin(np.arange(leaf.size)).reshape(leaf.shape)).astype(np.float32)
+
+    moved = jax.tree.map(drifted, tiny.params())
+    name = "guidance/audit/outside_bracket_fraction/expert_input/layer_1"
+    for params, drifts in ((tiny.params(), False), (moved, True)):
+        metrics = audit_metrics(settings(4096), TrainState(params, (), tiny.multipliers()), mixed, 4)
+        shares = {key.removeprefix(name): value for key, value in metrics.items() if key.startswith(name)}
+        assert set(shares) == {"", "/gap_0", "/gap_2"} and (shares[""] > 0.001) == drifts
+        valid, new = record.valid, of_age.version == 4
+        weights = np.sum(valid & new) / np.sum(valid)
+        assert shares[""] == pytest.approx(weights * shares["/gap_0"] + (1 - weights) * shares["/gap_2"], rel=1e-6)
+    same = audit_metrics(settings(4096), TrainState(moved, (), tiny.multipliers()), audited, int(record.version[0]))
+    assert not [key for key in same if "gap_" in key]

@@ -113,7 +113,7 @@ def test_parity_counts_the_values_that_have_a_record(fmt):
     def agreement(codes):
         guide = Guide(kind="codes", data=codes, scales=own.scales, multiplier=scale, valid=valid)
         rounded = guided_fake_quant(x, guide, block, multiplier if block.has_multiplier else None)
-        return [float(part) for part in parity_agreement(x, rounded, guide, SitePlan(fmt, guided=True), multiplier)]
+        return [float(part) for part in parity_agreement("k", x, rounded, guide, SitePlan(fmt, guided=True), multiplier)]
 
     assert agreement(own.codes) == [96.0, 96.0]
     total, count = agreement(own.codes ^ 1)

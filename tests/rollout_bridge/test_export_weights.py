@@ -151,6 +151,16 @@ def test_bf16_is_a_checkpoint_that_import_reads(exported: Callable, masters: Par
     np.testing.assert_array_equal(experts, masters["groups"][0]["experts"]["up"].astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_import_reads_an_fp4_export_as_the_weights_that_it_decodes_to(exported: Callable, fmt: str) -> None:
+    export = exported(fmt)
+    imported = load_hf_directory(export.path).params["groups"][0]["experts"]
+    for layer, expert in every_expert():
+        for projection in ("gate", "up", "down"):
+            decoded = export.files.decode(name_of(layer, expert, projection).removesuffix(".weight"))
+            np.testing.assert_array_equal(imported[projection][layer, expert].astype(decoded.dtype), decoded)
+
+
 def test_input_scales_are_the_checkpoints_multipliers(exported: Callable) -> None:
     files, scales = exported("nvfp4").files, multipliers()
     for layer, expert in every_expert():

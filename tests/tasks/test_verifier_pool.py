@@ -30,6 +30,8 @@ def judge(completion, answer, row):
         open(row.meta["started"], "a").close()
     if completion == "sleep":
         time.sleep(60)
+    if completion == "nap":
+        time.sleep(0.3)
     if completion == "spin":
         while True:
             pass
@@ -174,6 +176,22 @@ def test_worker_killed_at_work_is_an_error(spec, tmp_path):
     thread.join()
     task.close()
     assert results == [Verdict.failed("the verifier's worker died with exit code -9")]
+
+
+def test_sigterm_to_every_process_of_a_job_ends_no_worker(spec, tmp_path):
+    """A preempted trainer finishes its step, whose answers must still be verified; SIGKILL is the control above."""
+    results: list[Verdict] = []
+    busy = Row(1, "q", "right", {"started": str(tmp_path / "started")})
+    task = Task("t", {"train": [ROW]}, reward=spec.name, verifier=spec, verifier_timeout_s=20.0, workers=1)
+    pid = int(judge(task, "pid")[0].score)
+    os.kill(pid, signal.SIGTERM)  # idle
+    thread = threading.Thread(target=lambda: results.extend(task.score_batch([busy, ROW], ["nap", "pid"])))
+    thread.start()
+    wait_until((tmp_path / "started").exists)
+    os.kill(pid, signal.SIGTERM)  # at work
+    thread.join()
+    task.close()
+    assert [verdict.error for verdict in results] == [None, None] and int(results[1].score) == pid
 
 
 def test_workers_say_nothing_by_themselves(task, capfd):

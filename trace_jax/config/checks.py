@@ -75,8 +75,11 @@ def _check_not_implemented(config: Config) -> None:
     if config.rollout.residual_compensation.fraction > 0:
         _check_compensation(config)
     for axis, size in config.mesh:
-        if size != 1:
-            raise UserError(f"mesh.{axis} is {size}, but training runs on one device in this version; write 1")
+        if size < 1 and size != -1:
+            raise UserError(f"mesh.{axis} is {size}; write the number of devices along the axis, or -1 for what the others leave")
+    left = [axis for axis, size in config.mesh if size == -1]
+    if len(left) > 1:
+        raise UserError(f"mesh.{left[0]} and mesh.{left[1]} are both -1, and only one axis can take what is left; write a size for one")
 
 
 def _check_compensation(config: Config) -> None:
@@ -163,7 +166,12 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_training_keys(config: Config) -> None:
-    needed = config.sync.every * config.train.updates_per_batch - 1
+    needed = config.least_staleness
+    if config.asynchronous and config.algorithm.correction.kind == "none":
+        raise UserError(
+            f"sync.max_staleness is {config.sync.max_staleness}, so training is asynchronous, but algorithm.correction.kind is none and "
+            f"nothing weights answers of older policies; write kind: tis, or max_staleness: {needed}"
+        )
     if config.sync.max_staleness < needed:
         raise UserError(
             f"sync.max_staleness is {config.sync.max_staleness}, but with sync.every={config.sync.every} and train.updates_per_batch="

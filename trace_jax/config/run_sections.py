@@ -10,7 +10,13 @@ from trace_jax.config.section import Count, Positive, Section, Split
 
 
 class SyncSection(Section):
-    """Weight transfer to the engine, in optimizer updates: how often, and how old a sampled token may be when used."""
+    """Weight transfer to the engine.
+
+    Args:
+      every: optimizer updates from one transfer to the next.
+      max_staleness: by how many updates a sampled token may be older than the weights that train on it. More than `every` and
+        `train.updates_per_batch` need makes training asynchronous: generation runs ahead by the rest.
+    """
 
     every: Positive = 1
     max_staleness: Count = 0

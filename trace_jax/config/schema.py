@@ -89,3 +89,13 @@ class Config(Section):
         if self.guidance.record == "none":
             return ()
         return tuple(site for site in self.guidance.sites if self.rollout.format_of(site) in BLOCK_FORMATS)
+
+    @property
+    def least_staleness(self) -> int:
+        """By how many updates a token can be older than the weights that train on it when rollout and training alternate."""
+        return self.sync.every * self.train.updates_per_batch - 1
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether generation runs ahead of training: `sync.max_staleness` allows more than alternating needs."""
+        return self.sync.max_staleness > self.least_staleness

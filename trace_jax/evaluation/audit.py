@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import jax
 import numpy as np
@@ -72,16 +72,33 @@ class SiteComparison:
         }
 
 
-def audit_metrics(settings: UpdateSettings, state: TrainState, trajectories: Trajectories) -> dict[str, float]:
-    """The figures of a batch's audited sequences under the names `guidance/audit/<figure>/<site>/layer_<id>`."""
+def audit_metrics(settings: UpdateSettings, state: TrainState, trajectories: Trajectories, version: int) -> dict[str, float]:
+    """The figures of a batch's audited sequences under the names `guidance/audit/<figure>/<site>/layer_<id>`.
+
+    Records of older weights are also compared by their age, since drift of the weights moves values out of the bracket of the recorded
+    code: `guidance/audit/outside_bracket_fraction/<site>/layer_<id>/gap_<g>`, for every number of updates g where some have one.
+
+    Args:
+      version: of the trainer's weights.
+    """
     if trajectories.audit is None:
         return {}
-    compared = compare_sites(state.params, state.multipliers, trajectories.select(trajectories.audit.sequences), settings)
-    return {
+    audited = trajectories.select(trajectories.audit.sequences)
+    assert audited.audit is not None  # they are the audited ones
+    compared = compare_sites(state.params, state.multipliers, audited, settings)
+    metrics = {
         f"{PREFIX}/{figure}/{site}/layer_{layer}": value
         for (site, layer), result in compared.items()
         for figure, value in result.figures().items()
     }
+    record = audited.audit.record
+    gaps = np.unique(version - record.version[record.valid]).tolist()
+    for gap in gaps if any(gaps) else []:
+        part = replace(record, valid=record.valid & (version - record.version == gap))
+        of_gap = audited.replace(audit=replace(audited.audit, record=part))
+        for (site, layer), result in compare_sites(state.params, state.multipliers, of_gap, settings).items():
+            metrics[f"{PREFIX}/outside_bracket_fraction/{site}/layer_{layer}/gap_{gap}"] = result.figures()["outside_bracket_fraction"]
+    return metrics
 
 
 def compare_sites(

@@ -3,7 +3,7 @@
 Two implementations of one function. `dense` multiplies every token with every expert as two plain matrix products and
 folds the mixing weight into the second one's input; it wins while all experts of a layer are small. `ragged` sorts the
 token copies by expert and uses grouped products; its cost follows k, not E. The two round differently, so rollout and
-trainer must use the same one.
+trainer must use the same one. On a mesh each device computes with its own experts (`expert_parallel.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import as_stored, grouped_matmul, keep_rounding
-from trace_jax.layers import partial_sums
+from trace_jax.layers import expert_parallel, partial_sums
+from trace_jax.sharding.axes import in_mesh
 
 DENSE_PARAMETERS_LIMIT = 1 << 20
 """Largest parameter count of one layer's experts for which `auto` takes the dense implementation."""
@@ -59,12 +60,24 @@ def apply_experts(
       weights: expert weights in the compute dtype.
       quantize_hidden: rounds the input of the down projection to the width of its contraction axis; blocks run along the last axis.
       implementation: `dense` or `ragged`.
-      parts: devices between which the experts are thought to be divided, see `partial_sums`; divides their number.
+      parts: devices between which the experts are thought to be divided, see `partial_sums`; divides their number. Only a rollout has
+        more than one, and a mesh none.
 
     Returns:
       `[N, D]` in the dtype of `x`.
     """
-    return {"dense": _dense, "ragged": _ragged}[implementation](x, ids, mixing, weights, quantize_hidden, parts)
+    if not in_mesh():
+        return {"dense": _dense, "ragged": _ragged}[implementation](x, ids, mixing, weights, quantize_hidden, parts)
+
+    def added(x: Float[Array, "n width"], ids: Int[Array, "n k"], mixing: Float[Array, "n k"], weights: ExpertWeights) -> Array:
+        return jnp.matmul(*_dense_operands(x, ids, mixing, weights, quantize_hidden), preferred_element_type=jnp.float32)
+
+    def products(rows: Float[Array, "m width"], group_sizes: Int[Array, " e"], weights: ExpertWeights) -> Array:
+        return _sorted_products(rows, group_sizes, weights, quantize_hidden)
+
+    if implementation == "dense":
+        return expert_parallel.gather_tokens(added, x, ids, mixing, weights)
+    return expert_parallel.exchange_rows(products, x, ids, mixing, weights)
 
 
 def _silu_gate(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
@@ -79,6 +92,17 @@ def _dense(
     quantize_hidden: QuantizeHidden,
     parts: int,
 ) -> Float[Array, "N D"]:
+    return partial_sums.matmul(*_dense_operands(x, ids, mixing, weights, quantize_hidden), parts)
+
+
+def _dense_operands(
+    x: Float[Array, "N width"],
+    ids: Int[Array, "N k"],
+    mixing: Float[Array, "N k"],
+    weights: ExpertWeights,
+    quantize_hidden: QuantizeHidden,
+) -> tuple[Float[Array, "N all_hidden"], Float[Array, "all_hidden D"]]:
+    """Hidden values of all experts, with the mixing weights, and the down projections as one matrix; their product is the result."""
     num_experts, hidden, width = weights.gate.shape
     one_hot = jax.nn.one_hot(ids, num_experts, dtype=jnp.float32)
     mixing_per_expert = jnp.sum(one_hot * mixing[:, :, None], axis=1)
@@ -87,7 +111,7 @@ def _dense(
     activation = quantize_hidden(_silu_gate(gate, up).reshape(-1, num_experts, hidden))
     folded = keep_rounding((activation.astype(jnp.float32) * mixing_per_expert[:, :, None]).astype(x.dtype))
     down = jnp.swapaxes(weights.down, 1, 2).reshape(-1, weights.down.shape[1])
-    return partial_sums.matmul(folded.reshape(-1, down.shape[0]), down, parts)
+    return folded.reshape(-1, down.shape[0]), down
 
 
 def _ragged(
@@ -103,13 +127,18 @@ def _ragged(
     flat_ids = ids.reshape(-1)
     order = jnp.argsort(flat_ids, stable=True)
     group_sizes = jnp.bincount(flat_ids, length=num_experts).astype(jnp.int32)
-    rows = x[order // k]
-    gate = grouped_matmul(rows, weights.gate, group_sizes)
-    up = grouped_matmul(rows, weights.up, group_sizes)
-    hidden = quantize_hidden(_silu_gate(gate, up))
-    output = grouped_matmul(hidden, weights.down, group_sizes)
+    output = _sorted_products(x[order // k], group_sizes, weights, quantize_hidden)
     unsorted = jnp.zeros_like(output).at[order].set(output, unique_indices=True)
     weighted = unsorted.reshape(tokens, k, -1).astype(jnp.float32) * mixing[:, :, None]
     device = (ids // (num_experts // parts))[:, :, None]
     shares = [jnp.sum(jnp.where(device == part, weighted, 0.0), axis=1).astype(x.dtype) for part in range(parts)]
     return partial_sums.all_reduce(shares)
+
+
+def _sorted_products(
+    rows: Float[Array, "M width"], group_sizes: Int[Array, " E"], weights: ExpertWeights, quantize_hidden: QuantizeHidden
+) -> Float[Array, "M D"]:
+    """Each row through its expert; the rows are sorted by expert."""
+    gate = grouped_matmul(rows, weights.gate, group_sizes)
+    up = grouped_matmul(rows, weights.up, group_sizes)
+    return grouped_matmul(quantize_hidden(_silu_gate(gate, up)), weights.down, group_sizes)

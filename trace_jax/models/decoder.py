@@ -20,6 +20,8 @@ from trace_jax.models.decoder_config import DecoderConfig, Stack, places
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.layer_scope import LayerScope, Reports
 from trace_jax.models.modules import Decoder
+from trace_jax.sharding.axes import BATCH, constrain
+from trace_jax.sharding.rules import gathered
 
 ApplyLayer = Callable[[Any, str, Float[Array, "B T D"], LayerScope], Float[Array, "B T D"]]
 """(module of the layer, its kind, residual stream, scope) -> residual stream."""
@@ -41,7 +43,7 @@ def run_decoder(
       Hidden states and everything that was asked for, see `ForwardOutput`.
     """
     dtype = jnp.dtype(options.compute_dtype)
-    x = model.embed.weight[...][inputs.tokens].astype(dtype)
+    x = constrain(constrain(model.embed.weight[...], "tensor")[inputs.tokens].astype(dtype), BATCH)
     routes = None if inputs.routes is None else jnp.moveaxis(inputs.routes, 2, 0)
     cache, stacks, found = inputs.cache, iter(config.stacks), []
     for group, layers in zip(config.groups, model.groups, strict=True):
@@ -82,7 +84,7 @@ def _run_group(
         (x, cache), reports = carry, []
         for graphdef, member, (state, *given) in zip(graphdefs, members, xs, strict=True):
             scope = LayerScope(*given, cache, inputs, options)
-            x = apply_layer(nnx.merge(graphdef, state), member.kind, x, scope)
+            x = constrain(apply_layer(nnx.merge(graphdef, gathered(state)), member.kind, x, scope), BATCH)
             cache = scope.cache
             reports.append(scope.reports)
         return (x, cache), reports

@@ -24,7 +24,12 @@ from trace_jax.errors import UserError
 from trace_jax.files import flush_to_disk
 from trace_jax.models.hf_config import agreeing
 from trace_jax.models.hf_tensors import from_hf_tensors, to_hf_tensors
+<<<<<<< HEAD
 from trace_jax.models.key_map import FLOAT32_LEAVES, file_shapes
+=======
+from trace_jax.models.key_map import file_shapes
+from trace_jax.models.quantized_files import QuantizedTensorFiles
+>>>>>>> int
 from trace_jax.models.registry import FAMILIES, key_map
 from trace_jax.models.tensor_files import TensorFiles, read_json, write_tensors
 
@@ -69,11 +74,12 @@ def load_hf_directory(path: str | Path) -> HfCheckpoint:
     family = config_json.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f"{directory}: config.json: model_type is {family!r}; take a checkpoint of a supported type: {', '.join(FAMILIES)}")
+    quantization = config_json.pop("quantization_config", None)
     try:
         config = _hf_config(family).from_hf(config_json)
     except UserError as error:
         raise UserError(f"{directory}: {error}") from error
-    with TensorFiles(directory) as files:
+    with TensorFiles(directory) if quantization is None else QuantizedTensorFiles(directory, quantization) as files:
         params = from_hf_tensors(config, key_map(family, config), files, _further_layers(config_json, config.num_layers))
     return HfCheckpoint(family, config, params)
 

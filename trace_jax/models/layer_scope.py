@@ -60,7 +60,7 @@ class LayerScope:
             if site in options.capture:
                 self.reports["captured"][site] = captured
         if options.measure_parity and guide is not None and guide.kind != "scales":
-            self.reports["parity"][site] = parity_agreement(x, rounded, guide, plan, multiplier)
+            self.reports["parity"][site] = parity_agreement(site, x, rounded, guide, plan, multiplier)
         return rounded
 
     def round_hidden(self, hidden: Float[Array, "*rows F"]) -> Float[Array, "*rows width"]:

@@ -28,6 +28,7 @@ from trace_jax.models.modules import Decoder
 from trace_jax.models.olmoe.config import OlmoeConfig
 from trace_jax.models.qwen3.config import Qwen3Config
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
+from trace_jax.sharding.axes import constrain
 
 Params = dict[str, Any]
 """Nested dict of parameters."""
@@ -97,7 +98,7 @@ def apply(family: str, config: ModelConfig, params: Params, inputs: ForwardInput
 
 def output_head(family: str, config: ModelConfig, params: Params) -> Float[Array, "V D"]:
     """The matrix that turns hidden states into logits."""
-    return params["embed" if config.tie_embeddings else "lm_head"]["weight"]
+    return constrain(params["embed" if config.tie_embeddings else "lm_head"]["weight"], "tensor")
 
 
 def bind(family: str, config: ModelConfig, params: Params) -> Decoder:

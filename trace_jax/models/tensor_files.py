@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -18,7 +19,9 @@ from trace_jax.errors import UserError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOAT_DTYPES = {"BF16", "F16", "F32"}
+FLOAT_DTYPES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
+STORED_DTYPES = {**FLOAT_DTYPES, "F8_E4M3": ml_dtypes.float8_e4m3fn, "U8": np.uint8}
+"""Types that can be read, as the files name them."""
 
 NamedShapes = list[tuple[str, tuple[int, ...]]]
 
@@ -38,6 +41,7 @@ class TensorFiles:
         self._stack = contextlib.ExitStack()
         self._file_of: dict[str, str] = {}
         self._handles: dict[str, Any] = {}
+        self._starts: dict[str, dict[str, int]] = {}
         try:
             index = self._read_index()
             for file in [SINGLE_FILE] if index is None else sorted(set(index.values())):
@@ -64,20 +68,51 @@ class TensorFiles:
         """Shape of a tensor, without reading it."""
         return tuple(self._handles[self._file_of[name]].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Type of a tensor as the file names it, without reading it."""
+        return self._handles[self._file_of[name]].get_slice(name).get_dtype()
+
+    def stored(self, name: str) -> Shaped[np.ndarray, "*shape"]:
+        """One tensor in its stored type, mapped from the file: what is not looked at is not read.
+
+        Raises:
+          UserError: the tensor is of a type not in `STORED_DTYPES`.
+        """
+        file, dtype = self._file_of[name], self.dtype(name)
+        if dtype not in STORED_DTYPES:
+            raise UserError(
+                f"{self.directory / file}: {name} has type {dtype}; take a checkpoint whose weights are of {', '.join(STORED_DTYPES)}"
+            )
+        # safetensors' own NumPy reader does not know FP8.
+        shape = tuple(self._handles[file].get_slice(name).get_shape())
+        count = int(np.prod(shape, dtype=np.int64))
+        if not count:
+            return np.empty(shape, STORED_DTYPES[dtype])
+        flat = np.memmap(self.directory / file, np.uint8, "r", self._starts[file][name], (count * np.dtype(STORED_DTYPES[dtype]).itemsize,))
+        return flat.view(STORED_DTYPES[dtype]).reshape(shape).view(np.ndarray)
+
     def read(self, name: str) -> Float[np.ndarray, "*shape"]:
         """One tensor as float32, whatever float type the file holds.
 
         Raises:
           UserError: the tensor is not of type BF16, F16 or F32, or holds NaN or infinity.
         """
-        file = self._file_of[name]
-        dtype = self._handles[file].get_slice(name).get_dtype()
-        if dtype not in FLOAT_DTYPES:
-            raise UserError(f"{self.directory / file}: {name} has type {dtype}; import the unquantized BF16, F16 or F32 checkpoint")
-        tensor = self._handles[file].get_tensor(name).astype(np.float32)
-        if not np.isfinite(tensor).all():
-            raise UserError(f"{self.directory / file}: {name} holds NaN or infinity; the checkpoint is damaged: take an earlier one")
-        return tensor
+        if self.dtype(name) not in FLOAT_DTYPES:
+            raise UserError(
+                f"{self.directory / self._file_of[name]}: {name} has type {self.dtype(name)} and config.json no quantization_config that "
+                "explains it; import the unquantized BF16, F16 or F32 checkpoint"
+            )
+        return self.require_finite(name, self.stored(name).astype(np.float32))
+
+    def require_finite(self, name: str, values: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+        """Returns the values of a tensor.
+
+        Raises:
+          UserError: one of them is NaN or infinity.
+        """
+        if not np.isfinite(values).all():
+            raise UserError(f"{self.directory / self._file_of.get(name, '')}: {name} holds NaN or infinity; the checkpoint is damaged: take an earlier one")
+        return values
 
     def _read_index(self) -> dict[str, str] | None:
         """Tensor name -> shard file, or None where a single file holds everything."""
@@ -111,7 +146,16 @@ class TensorFiles:
         if twice:
             raise UserError(f"{path} and {self._file_of[twice[0]]} both hold {listed(twice)}; download the checkpoint again")
         self._handles[file] = handle
+        self._starts[file] = _starts(path)
         self._file_of.update(dict.fromkeys(names, file))
+
+
+def _starts(path: Path) -> dict[str, int]:
+    """Name -> first byte of every tensor in a file that is known to be whole."""
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def write_tensors(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import decode_multiplier, round_to_bf16
+from trace_jax.sharding.axes import largest_over_tensor
 
 Multipliers = dict[str, Float[Array, " L"]]
 """Site name -> one float32 decode multiplier per layer."""
@@ -41,4 +42,4 @@ def token_multiplier(site: str, x: Float[Array, "*rows d"], shared_axes: int) ->
     """
     axes = tuple(range(x.ndim - 1 - shared_axes, x.ndim))
     amax = jnp.max(jnp.abs(jax.lax.stop_gradient(x)).astype(jnp.float32), axis=axes, keepdims=True)[..., 0]
-    return jnp.broadcast_to(site_multiplier(site, amax), x.shape[:-1])
+    return jnp.broadcast_to(site_multiplier(site, largest_over_tensor(amax)), x.shape[:-1])

@@ -6,9 +6,13 @@ arithmetic.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from pallas_kernels import (
@@ -25,6 +29,7 @@ from pallas_kernels import (
 from pallas_kernels.pytrees import register_arrays
 from trace_jax.quantization.multipliers import KV_SITES, token_multiplier
 from trace_jax.quantization.plan import SitePlan
+from trace_jax.sharding.axes import BATCH, per_shard
 
 
 @register_arrays
@@ -122,16 +127,16 @@ def round_site(
     if plan.format == "bf16":
         return keep_rounding(x), None
     if plan.format == "fp8":
-        return fake_quant_fp8(x), None
+        return _per_shard(site, fake_quant_fp8, x), None
     fmt = block_format(plan.format)
     scale = _multiplier_for(site, x, multiplier, per_token) if fmt.has_multiplier else None
     if plan.guided and guide is not None:
-        return guided_fake_quant(x, guide, fmt, scale), None
+        return _per_shard(site, lambda x, guide, scale: guided_fake_quant(x, guide, fmt, scale), x, guide, scale), None
     quantized = quantize(x, fmt, scale) if capture else None
     if channels is not None:
         rounded = jnp.concatenate(residual_fake_quant(x, channels, fmt, scale), axis=-1)
     else:
-        rounded = fake_quant(x, fmt, scale) if quantized is None else dequantize(quantized, x.dtype)
+        rounded = _per_shard(site, lambda x, scale: fake_quant(x, fmt, scale), x, scale) if quantized is None else dequantize(quantized, x.dtype)
     if quantized is None:
         return rounded, None
     token_scale = None
@@ -141,7 +146,12 @@ def round_site(
 
 
 def parity_agreement(
-    x: Float[Array, "*rows d"], rounded: Float[Array, "*rows d"], guide: Guide, plan: SitePlan, multiplier: Float[Array, ""] | None
+    site: str,
+    x: Float[Array, "*rows d"],
+    rounded: Float[Array, "*rows d"],
+    guide: Guide,
+    plan: SitePlan,
+    multiplier: Float[Array, ""] | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """How often rounding to nearest under the rollout's scale gives what the record asked for.
 
@@ -149,7 +159,8 @@ def parity_agreement(
       Sum and count over the elements that have a record (float32 scalars).
     """
     fmt = block_format(plan.format)
-    own = guided_fake_quant(x, replace(guide, kind="scales", data=None), fmt, multiplier if fmt.has_multiplier else None)
+    scales_only, scale = replace(guide, kind="scales", data=None), multiplier if fmt.has_multiplier else None
+    own = _per_shard(site, lambda x, guide, scale: guided_fake_quant(x, guide, fmt, scale), x, scales_only, scale)
     valid = jnp.broadcast_to(guide.valid[..., None], x.shape)
     return jnp.sum((own == rounded) & valid, dtype=jnp.float32), jnp.sum(valid, dtype=jnp.float32)
 
@@ -160,3 +171,10 @@ def _multiplier_for(site: str, x: Float[Array, "*rows d"], multiplier: Float[Arr
     if multiplier is None:
         raise ValueError(f"site {site} has no static multiplier: calibrate the policy first, or use activation_scale=per_token")
     return multiplier
+
+
+def _per_shard(site: str, function: Callable[..., Float[Array, "*rows d"]], x: Float[Array, "*rows d"], *operands: Any) -> Any:
+    """`function(x, *operands)` on each device's rows; what belongs to a row (record, multiplier) lies where the row does."""
+    axes = (BATCH, None, "tensor", None) if site in KV_SITES else (BATCH, None, None)
+    specs = jax.tree.map(lambda leaf: PartitionSpec(*axes[: leaf.ndim]), (x, *operands))
+    return per_shard(function, specs, PartitionSpec(*axes))(x, *operands)

@@ -7,15 +7,19 @@ Gate and up of one expert share a multiplier, because engines fuse the two and r
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from pallas_kernels import Quantized, block_format, decode_multiplier, fake_quant, fake_quant_fp8, quantize, round_to_bf16
 from trace_jax.layers.experts import ExpertWeights
 from trace_jax.quantization.plan import Format
+from trace_jax.sharding.axes import per_shard
+from trace_jax.sharding.rules import EXPERT_COLUMNS, EXPERT_ROWS, constrain_params
 
 
 def expert_multipliers(weights: ExpertWeights) -> tuple[Float[Array, "*L E"], Float[Array, "*L E"]]:
@@ -41,16 +45,11 @@ def fake_quant_experts(masters: ExpertWeights, fmt: Format) -> ExpertWeights:
         return masters
     rounded = ExpertWeights(*(round_to_bf16(w) for w in masters))
     if fmt == "fp8":
-        return ExpertWeights(*(fake_quant_fp8(w) for w in rounded))
+        return ExpertWeights(*_per_shard(fake_quant_fp8, rounded))
     block = block_format(fmt)
     if not block.has_multiplier:
-        return ExpertWeights(*(fake_quant(w, block) for w in rounded))
-    gate_up, down = expert_multipliers(rounded)
-    return ExpertWeights(
-        fake_quant(rounded.gate, block, _rows(gate_up, rounded.gate)),
-        fake_quant(rounded.up, block, _rows(gate_up, rounded.up)),
-        fake_quant(rounded.down, block, _rows(down, rounded.down)),
-    )
+        return ExpertWeights(*_per_shard(lambda w: fake_quant(w, block), rounded))
+    return ExpertWeights(*_per_shard(lambda w, rows: fake_quant(w, block, rows), rounded, expert_multipliers(rounded)))
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "dtype"))
@@ -67,7 +66,7 @@ def with_rounded_experts(params: dict[str, Any], *, fmt: Format, dtype: str) -> 
             return tree | {"experts": {name: w.astype(dtype) for name, w in zip(ExpertWeights._fields, experts, strict=True)}}
         return {key: rounded(value) if isinstance(value, dict) else value for key, value in tree.items()}
 
-    return params | {"groups": rounded(params["groups"])}
+    return constrain_params(params | {"groups": rounded(params["groups"])})
 
 
 def quantize_experts(masters: ExpertWeights, fmt: Format) -> dict[str, Quantized]:
@@ -77,13 +76,32 @@ def quantize_experts(masters: ExpertWeights, fmt: Format) -> dict[str, Quantized
     """
     rounded = ExpertWeights(*(round_to_bf16(w) for w in masters))
     block = block_format(fmt)
-    gate_up, down = expert_multipliers(rounded)
-    multipliers = {"gate": gate_up, "up": gate_up, "down": down}
+
+    def parts(w: Float[Array, "*E out in"], *rows: Float[Array, "*E out"]) -> tuple[Array, ...]:
+        quantized = quantize(w, block, *rows)
+        return quantized.codes, quantized.scales, *rows
+
+    found = _per_shard(parts, rounded, expert_multipliers(rounded) if block.has_multiplier else None)
     return {
-        name: quantize(w, block, _rows(multipliers[name], w) if block.has_multiplier else None)
-        for name, w in zip(ExpertWeights._fields, rounded, strict=True)
+        name: Quantized(codes, scales, rows[0] if rows else None, size=w.shape[-1], fmt=block)
+        for name, (codes, scales, *rows), w in zip(ExpertWeights._fields, found, rounded, strict=True)
     }
 
 
-def _rows(per_expert: Float[Array, "*E"], weight: Float[Array, "*E out in"]) -> Float[Array, "*E out"]:
-    return jnp.broadcast_to(per_expert[..., None], weight.shape[:-1])
+def _per_shard(function: Callable[..., Any], weights: ExpertWeights, multipliers: tuple[Array, Array] | None = None) -> list[Any]:
+    """`function(weight)`, or `function(weight, multipliers of its rows)`, of each weight; on a mesh, of the share that each device has.
+
+    Args:
+      multipliers: per expert, one for gate and up and one for down.
+    """
+    results = []
+    for index, weight in enumerate(weights):
+        axes = (None,) * (weight.ndim - 3) + (EXPERT_COLUMNS if index == 2 else EXPERT_ROWS)
+        arguments = [weight]
+        if multipliers is not None:
+            arguments.append(jnp.broadcast_to(multipliers[index == 2][..., None], weight.shape[:-1]))
+        specs = tuple(PartitionSpec(*axes[: argument.ndim]) for argument in arguments)
+        shapes = jax.eval_shape(function, *arguments)
+        outputs = jax.tree.map(lambda leaf, axes=axes: PartitionSpec(*axes[: leaf.ndim]), shapes)
+        results.append(per_shard(function, specs, outputs)(*arguments))
+    return results

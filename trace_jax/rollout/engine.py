@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -20,7 +20,7 @@ from jaxtyping import Int32
 
 from trace_jax.errors import UserError
 from trace_jax.rollout.trajectories import Trajectories
-from trace_jax.rollout.weight_update import Ack, LayerUpdate
+from trace_jax.rollout.weight_update import Ack, LayerUpdate, UpdateDigest
 
 PauseMode: TypeAlias = Literal["wait", "keep", "abort"]
 """wait: finish what runs; keep: freeze it with its KV cache; abort: end it with finish reason ABORTED."""
@@ -192,6 +192,23 @@ def require_room(requests: Sequence[Request], *, context: int, vocabulary: int) 
             )
 
 
+def send_weights(engine: Engine, updates: Iterable[LayerUpdate], version: int) -> Ack:
+    """Sends weights and compares the engine's count and checksum with the sender's.
+
+    Args:
+        updates: a complete set, consumed once.
+        version: of the weights.
+
+    Raises:
+        RuntimeError: the engine received something else.
+    """
+    digest = UpdateDigest()
+    ack = engine.update_weights(digest.observe(updates), version)
+    if ack != digest.ack(version):
+        raise RuntimeError(f"weight sync failed: sent {digest.ack(version)}, the engine acknowledged {ack}")
+    return ack
+
+
 def generate(engine: Engine, requests: Sequence[Request], *, poll_seconds: float = 1.0, stall_seconds: float | None = None) -> Trajectories:
     """Run requests to the end.
 
@@ -208,10 +225,10 @@ def generate(engine: Engine, requests: Sequence[Request], *, poll_seconds: float
         RuntimeError: the engine died, or returned a sequence that nobody asked for or that it had returned before.
         TimeoutError: nothing finished within `stall_seconds`; the requests are aborted first.
     """
-    place = {request.sample_id: index for index, request in enumerate(requests)}
-    if len(place) != len(requests):
+    samples = [request.sample_id for request in requests]
+    waiting = set(samples)
+    if len(waiting) != len(samples):
         raise ValueError("sample_id: two requests share one id")
-    waiting = set(place)
     parts: list[Trajectories] = []
     engine.submit(requests)
     progress = time.monotonic()
@@ -225,13 +242,28 @@ def generate(engine: Engine, requests: Sequence[Request], *, poll_seconds: float
             parts.append(part)
             progress = time.monotonic()
             continue
-        health = engine.health()
-        if not health.alive:
-            raise RuntimeError(f"the engine died with {len(waiting)} of {len(requests)} requests unfinished: {health.detail}")
-        if health.paused:
-            raise RuntimeError(f"the engine is paused with {len(waiting)} requests unfinished; call resume() first")
+        require_serving(engine, unfinished=len(waiting), total=len(requests))
         if stall_seconds is not None and time.monotonic() - progress > stall_seconds:
             engine.abort(sorted(waiting))
             raise TimeoutError(f"no sequence finished for {stall_seconds:g} s; {len(waiting)} of {len(requests)} requests were aborted")
+    return in_order(parts, samples)
+
+
+def require_serving(engine: Engine, *, unfinished: int, total: int) -> None:
+    """Refuses to wait for requests that an engine will not finish.
+
+    Raises:
+        RuntimeError: the engine is dead or paused.
+    """
+    health = engine.health()
+    if not health.alive:
+        raise RuntimeError(f"the engine died with {unfinished} of {total} requests unfinished: {health.detail}")
+    if health.paused:
+        raise RuntimeError(f"the engine is paused with {unfinished} requests unfinished; call resume() first")
+
+
+def in_order(parts: Sequence[Trajectories], samples: Sequence[int]) -> Trajectories:
+    """Finished sequences as one batch, in the order of these sample ids."""
+    place = {sample: index for index, sample in enumerate(samples)}
     batch = Trajectories.concat(parts)
     return batch.select(np.argsort([place[sample] for sample in batch.sample_id.tolist()], kind="stable"))

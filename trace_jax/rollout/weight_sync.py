@@ -7,6 +7,8 @@
    tensor which holds several parameters each one travels alone, under the path of the parameter.
 3. `decode_updates` turns a complete set back into a parameter tree in the compute dtype; decoded values are exact.
 
+On a mesh each device rounds its own share, and a layer is brought together on one device when it is its turn.
+
 Not guaranteed: anything for an incomplete set. `expected_tensors` is the list both sides compare with.
 """
 
@@ -30,6 +32,8 @@ from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.plan import BLOCK_FORMATS, SITES, QuantPlan
 from trace_jax.quantization.weights import fake_quant_experts, quantize_experts
 from trace_jax.rollout.weight_update import LayerUpdate
+from trace_jax.sharding.mesh import on_mesh_of
+from trace_jax.sharding.placement import on_one_device
 
 Tensors = dict[str, Shaped[jax.Array, "..."]]
 
@@ -61,10 +65,11 @@ def layer_updates(policy: Policy, plan: QuantPlan, params: Params, multipliers: 
       params: float32 masters.
       multipliers: static multipliers of the plan's sites.
     """
-    layers, rest = _encode(params, {site: multipliers[site] for site in static_sites(plan)}, policy=policy, plan=plan)
+    with on_mesh_of(params):
+        layers, rest = _encode(params, {site: multipliers[site] for site in static_sites(plan)}, policy=policy, plan=plan)
     for layer_id, tensors in enumerate(layers):
-        yield LayerUpdate(layer_id, tensors)
-    yield LayerUpdate(None, rest)
+        yield LayerUpdate(layer_id, jax.tree.map(on_one_device, tensors))
+    yield LayerUpdate(None, jax.tree.map(on_one_device, rest))
 
 
 def decode_updates(policy: Policy, plan: QuantPlan, tensors: Mapping[str, Any]) -> tuple[Params, Multipliers]:

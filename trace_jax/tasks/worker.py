@@ -3,7 +3,8 @@
 1. The first frame on stdin says which verifier to make and the timeout; the answer is ready or refused.
 2. Each further frame is a list of (completion, row); one verdict frame is written per item, in order.
 3. End of stdin ends the process. So does the death of the parent, which a thread watches; and if the interpreter is stuck in C
-   code, so does a kernel timer that fires some seconds after the parent's own timeout would have killed us.
+   code, so does a kernel timer that fires some seconds after the parent's own timeout would have killed us. SIGTERM does nothing:
+   who preempts a job may send one to every process, and the parent still needs its step verified.
 
 What verifiers print goes to stderr, line by line. No jax in here. No module of the package may import this one: Python warns
 when the module that `-m` runs is loaded already.
@@ -32,6 +33,7 @@ MEMORY_LIMIT_BYTES = 4 << 30
 
 def main() -> None:
     """Serves until the parent is gone."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which programs that a verifier starts would inherit
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(2, 1)
     sys.stdout = sys.stderr

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels.pytrees import register_arrays
 from trace_jax.layers.attention import causal_mask
 from trace_jax.models.inputs import ForwardInputs
-from trace_jax.quantization.multipliers import Multipliers
+from trace_jax.quantization.multipliers import KV_SITES, Multipliers
 from trace_jax.quantization.sites import GuideBatch, SiteGuide
 from trace_jax.rollout.padding import PaddedBatch, PaddedGuidance, pack_batch
 from trace_jax.rollout.trajectories import Trajectories, token_rows
+from trace_jax.sharding.placement import put_rows
 
 
 @register_arrays
@@ -64,6 +66,7 @@ def make_batch(
     divisors: Float32[np.ndarray, " S"] | None = None,
     logp_old: Float32[np.ndarray, " N"] | None = None,
     replay: bool = True,
+    mesh: Mesh | None = None,
 ) -> tuple[TrainBatch, PaddedBatch]:
     """Packs some sequences into one micro-batch.
 
@@ -76,6 +79,7 @@ def make_batch(
       divisors: one per sequence of `trajectories` (`trace_jax.rl.aggregation`); None for ones.
       logp_old: one per token of `trajectories`.
       replay: whether routes are passed on.
+      mesh: between whose devices the rows are divided; None for one device.
 
     Returns:
       Device arrays, and the host batch they were made from.
@@ -83,34 +87,40 @@ def make_batch(
     packed = pack_batch(trajectories, bins, length, rows)
     chosen = packed.sequence_indices
 
+    put = functools.partial(put_rows, mesh)
+
     def per_sequence(values: Float32[np.ndarray, " S"], fill: float) -> Float[Array, "B T"]:
-        return jnp.asarray(packed.scatter(np.repeat(values[chosen], packed.lengths), fill))
+        return put(packed.scatter(np.repeat(values[chosen], packed.lengths), fill))
 
     def per_token(values: Float32[np.ndarray, " N"]) -> Float[Array, "B T"]:
-        return jnp.asarray(packed.scatter(values[token_rows(trajectories.offsets[:-1][chosen], packed.lengths)], 0.0))
+        return put(packed.scatter(values[token_rows(trajectories.offsets[:-1][chosen], packed.lengths)], 0.0))
 
     batch = TrainBatch(
-        tokens=jnp.asarray(packed.tokens),
-        positions=jnp.asarray(packed.positions),
-        segment_ids=jnp.asarray(packed.segment_ids),
-        sampled=jnp.asarray(packed.sampled),
-        logp_rollout=jnp.asarray(packed.logprobs),
+        tokens=put(packed.tokens),
+        positions=put(packed.positions),
+        segment_ids=put(packed.segment_ids),
+        sampled=put(packed.sampled),
+        logp_rollout=put(packed.logprobs),
         logp_old=None if logp_old is None else per_token(logp_old),
-        advantages=jnp.zeros(packed.shape, jnp.float32) if advantages is None else per_sequence(advantages, 0.0),
+        advantages=put(np.zeros(packed.shape, np.float32)) if advantages is None else per_sequence(advantages, 0.0),
         divisors=None if divisors is None else per_sequence(divisors, 1.0),
         temperature=per_sequence(trajectories.temperature, 1.0),
-        routes=jnp.asarray(packed.routed_experts) if replay and packed.routed_experts is not None else None,
-        guides=None if packed.guidance is None else _guides(packed.guidance, num_layers),
+        routes=put(packed.routed_experts) if replay and packed.routed_experts is not None else None,
+        guides=None if packed.guidance is None else _guides(packed.guidance, num_layers, mesh),
     )
     return batch, packed
 
 
-def _guides(guidance: PaddedGuidance, num_layers: int) -> GuideBatch:
+def _guides(guidance: PaddedGuidance, num_layers: int, mesh: Mesh | None) -> GuideBatch:
     sites = {}
     for name, site in guidance.sites.items():
         slots = np.full(num_layers, -1, np.int32)
         slots[site.layer_ids] = np.arange(site.layer_ids.size)
-        data = None if site.data is None else jnp.asarray(site.data)
-        multiplier = None if site.multiplier is None else jnp.asarray(site.multiplier)
-        sites[name] = SiteGuide(data, jnp.asarray(site.scales), multiplier, jnp.asarray(slots))
-    return GuideBatch(sites, jnp.asarray(guidance.valid), guidance.kind)
+        heads = 3 if name in KV_SITES else None
+        data = None if site.data is None else put_rows(mesh, site.data, axis=1, heads=heads)
+        scales = put_rows(mesh, site.scales, axis=1, heads=heads)
+        multiplier = None
+        if site.multiplier is not None:
+            multiplier = put_rows(mesh, site.multiplier, axis=1 if site.multiplier.ndim > 1 else None)
+        sites[name] = SiteGuide(data, scales, multiplier, put_rows(mesh, slots, axis=None))
+    return GuideBatch(sites, put_rows(mesh, guidance.valid), guidance.kind)

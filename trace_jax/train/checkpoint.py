@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 
 from trace_jax.errors import UserError
 from trace_jax.files import is_full_disk
@@ -27,6 +28,7 @@ from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params, param_shapes
 from trace_jax.quantization.channels import Channels
 from trace_jax.quantization.multipliers import Multipliers
+from trace_jax.sharding.rules import shardings
 from trace_jax.train.manifest import write_manifest
 from trace_jax.train.read_checkpoint import (
     FORMAT_VERSION,
@@ -185,21 +187,23 @@ class Checkpoints:
         remedy = "start again" if last is None else f"go on with --resume (last complete checkpoint: step {last})"
         return UserError(f"{self.directory}: no space left to save a checkpoint; free some space and {remedy}")
 
-    def restore(self, step: int, optimizer: optax.GradientTransformation) -> tuple[Policy, TrainState, Progress]:
-        """Policy, state and counters of a complete checkpoint.
+    def restore(
+        self, step: int, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+    ) -> tuple[Policy, TrainState, Progress]:
+        """Policy, state and counters of a complete checkpoint, divided over a mesh if one is given, whatever mesh saved them.
 
         Raises:
-          UserError: the checkpoint is damaged or was made by another format version.
+          UserError: the checkpoint is damaged or was made by another format version, or the mesh does not divide it.
         """
         folder = self.directory / str(step)
         meta = read_meta(folder)
         policy = policy_from_meta(meta)
         optimizer_shape = jax.eval_shape(optimizer.init, param_shapes(policy.family, policy.config))
-        params, multipliers = restore_policy(folder, meta)
-        opt_state = restore_item(folder, "optimizer", optimizer_shape)
+        params, multipliers = restore_policy(folder, meta, mesh)
+        opt_state = restore_item(folder, "optimizer", optimizer_shape, None if mesh is None else shardings(optimizer_shape, mesh))
         return policy, TrainState(params, opt_state, multipliers), Progress(**meta["progress"])
 
-    def restore_served(self, step: int) -> PolicyVersion | None:
+    def restore_served(self, step: int, mesh: Mesh | None = None) -> PolicyVersion | None:
         """The weights that the engine had when a checkpoint was made; None where they were those of the checkpoint.
 
         Raises:
@@ -211,7 +215,8 @@ class Checkpoints:
         if version == meta["progress"]["version"]:
             return None
         policy = policy_from_meta(meta)
-        return PolicyVersion(restore_item(folder, "served", param_shapes(policy.family, policy.config)), version)
+        shapes = param_shapes(policy.family, policy.config)
+        return PolicyVersion(restore_item(folder, "served", shapes, None if mesh is None else shardings(shapes, mesh)), version)
 
 
 def _layer_by_layer(params: Params) -> Any:
@@ -234,13 +239,13 @@ class LoadedPolicy:
     meta: dict[str, Any]
 
 
-def load_policy(path: Path | str) -> LoadedPolicy:
-    """Reads the policy of a run directory, a checkpoint directory, or one step of it.
+def load_policy(path: Path | str, mesh: Mesh | None = None) -> LoadedPolicy:
+    """Reads the policy of a run directory, a checkpoint directory, or one step of it, onto one device or a mesh.
 
     Raises:
       UserError: there is no complete checkpoint at the path.
     """
     folder = locate_checkpoint(Path(path))
     meta = read_meta(folder)
-    params, multipliers = restore_policy(folder, meta)
+    params, multipliers = restore_policy(folder, meta, mesh)
     return LoadedPolicy(policy_from_meta(meta), params, multipliers, tokenizer_of(folder, meta), meta)

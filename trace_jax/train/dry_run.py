@@ -15,7 +15,7 @@ from trace_jax.config import Config, dump, resolve_layers
 from trace_jax.models.registry import key_map, param_shapes
 from trace_jax.quantization.plan import BLOCK_FORMATS, RECORDED_SITES
 from trace_jax.rollout.embedded.decode import CaptureSpec
-from trace_jax.train.setup import Setup, build_setup, initial_policy
+from trace_jax.train.setup import Setup, build_setup, initial_policy, training_mesh
 from trace_jax.train.sft import worked_example
 
 
@@ -27,6 +27,7 @@ def plan_run(config: Config) -> dict[str, Any]:
     """
     if config.model.source is None:
         setup, multipliers = build_setup(config), {}  # the memory plan needs no random parameters
+        training_mesh(config, setup.policy.family, setup.policy.config)
     else:
         setup, _, multipliers = initial_policy(config)
     try:

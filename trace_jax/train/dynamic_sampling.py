@@ -12,20 +12,17 @@ neither is biased by the choice. What a step takes from the stream depends on th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float32, Int64
 
-from trace_jax.evaluation.answers import scored_answers
+from trace_jax.config import Config
 from trace_jax.rl.advantages import groups_with_signal
-from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.prompts import Scored
+from trace_jax.rollout.stream import Batch
 from trace_jax.rollout.trajectories import Trajectories
-from trace_jax.train.checkpoint import Progress
-from trace_jax.train.clock import Clock
-from trace_jax.train.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -36,11 +33,15 @@ class StepAnswers:
       scored: all of them, verified.
       trained: indices of the sequences that enter the update, whole groups, ascending.
       batches: how many batches of prompts were taken from the stream.
+      seconds: of generation.
+      regenerated: answers that were generated again because their tokens were too old.
     """
 
     scored: Scored
     trained: Int64[np.ndarray, " S"]
     batches: int
+    seconds: float
+    regenerated: int
 
     def filtered_groups(self) -> int:
         """Groups that were generated and are not trained on."""
@@ -48,42 +49,27 @@ class StepAnswers:
         return np.unique(group).size - np.unique(group[self.trained]).size
 
 
-def step_answers(setup: Setup, engine: Engine, progress: Progress, clock: Clock, *, audited: int) -> StepAnswers:
-    """Generates and verifies the answers of the step after `progress`; the clock gets the time of both.
+def step_answers(config: Config, take: Callable[[int], Batch]) -> StepAnswers:
+    """The answers of a step.
 
     Args:
-      engine: has the weights of the step and no other requests.
-      audited: answers of the first batch to record with full codes.
+      take: the next batch of the training stream, verified; gets the number of batches taken before it in this step.
 
     Raises:
-      UserError: the reward fails on every answer.
+      UserError: as `take` does.
     """
-    config, rollout, filtering = setup.config, setup.config.rollout, setup.config.algorithm.filter_groups
-    count, size = rollout.prompts_per_step, rollout.prompts_per_step * rollout.group_size
-    parts: list[Scored] = []
+    filtering, count = config.algorithm.filter_groups, config.rollout.prompts_per_step
+    parts: list[Batch] = []
     signals = 0
     for batch in range(filtering.max_num_gen_batches if filtering.enable else 1):
-        part = scored_answers(
-            engine,
-            setup.task.prompts("train", progress.data_position + batch * count, count),
-            setup.task,
-            setup.tokenizer,
-            setup.sampling,
-            group_size=rollout.group_size,
-            first_sample=progress.samples + batch * size,
-            seed=config.seed,
-            audited=0 if batch else audited,
-            generated=lambda: clock.lap("rollout"),
-        )
-        clock.lap("reward")
-        parts.append(part)
-        signals += groups_with_signal(part.reward, part.trajectories.group).size
+        parts.append(take(batch))
+        signals += groups_with_signal(parts[-1].scored.reward, parts[-1].scored.trajectories.group).size
         if signals >= count:
             break
-    scored = _joined(parts)
+    scored = _joined([part.scored for part in parts])
     group = scored.trajectories.group
     trained = chosen_sequences(scored.reward, group, count) if filtering.enable else np.arange(group.size)
-    return StepAnswers(scored, trained, len(parts))
+    return StepAnswers(scored, trained, len(parts), sum(part.seconds for part in parts), sum(part.regenerated for part in parts))
 
 
 def chosen_sequences(rewards: Float32[np.ndarray, " B"], group: Int64[np.ndarray, " B"], count: int) -> Int64[np.ndarray, " S"]:

@@ -30,6 +30,8 @@ from trace_jax.rl.aggregation import normalized
 from trace_jax.rl.corrections import Correction, correction_stats, rollout_weights
 from trace_jax.rl.diagnostics import entropy_stats, mismatch_stats
 from trace_jax.rl.losses import PolicyLoss, policy_loss_sum
+from trace_jax.sharding.axes import constrain
+from trace_jax.sharding.rules import constrain_params
 from trace_jax.train.batches import TrainBatch
 
 
@@ -91,7 +93,8 @@ def objective_and_gradient(
         return loss, (fixed, stats)
 
     gradient, (logp, stats) = jax.grad(loss_fn, has_aux=True)(params)
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient), logp, stats
+    gradient = constrain_params(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient))
+    return gradient, *jax.tree.map(constrain, (logp, stats))  # what the host reads is whole on every device
 
 
 def without_guidance(batch: TrainBatch) -> TrainBatch:

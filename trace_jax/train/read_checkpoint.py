@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 
 from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
@@ -21,6 +22,8 @@ from trace_jax.models.registry import Params, config_from_dict, param_shapes
 from trace_jax.quantization.channels import Channels
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.plan import SITES
+from trace_jax.sharding.mesh import replicated
+from trace_jax.sharding.rules import shardings
 from trace_jax.train.manifest import find_damage
 
 FORMAT_VERSION = 1
@@ -90,26 +93,28 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return dict(meta)
 
 
-def restore_policy(folder: Path, meta: dict[str, Any]) -> tuple[Params, Multipliers]:
-    """The parameters and multipliers of one checkpoint.
+def restore_policy(folder: Path, meta: dict[str, Any], mesh: Mesh | None = None) -> tuple[Params, Multipliers]:
+    """The parameters and multipliers of one checkpoint, divided over a mesh if one is given, whatever mesh saved them.
 
     Raises:
-      UserError: they are damaged.
+      UserError: they are damaged, or the mesh does not divide them.
     """
     policy = policy_from_meta(meta)
-    params = restore_item(folder, "params", param_shapes(policy.family, policy.config))
-    return params, restore_multipliers(folder, meta)
+    shapes = param_shapes(policy.family, policy.config)
+    params = restore_item(folder, "params", shapes, None if mesh is None else shardings(shapes, mesh))
+    return params, restore_multipliers(folder, meta, mesh)
 
 
-def restore_multipliers(folder: Path, meta: dict[str, Any]) -> Multipliers:
-    """The static multipliers of one checkpoint; empty if it was never calibrated.
+def restore_multipliers(folder: Path, meta: dict[str, Any], mesh: Mesh | None = None) -> Multipliers:
+    """The static multipliers of one checkpoint, whole on every device; empty if it was never calibrated.
 
     Raises:
       UserError: they are damaged.
     """
     per_layer = jax.ShapeDtypeStruct((policy_from_meta(meta).config.num_layers,), jnp.float32)
     sites = [site for site in SITES if site in meta["sites"]]
-    return restore_item(folder, "multipliers", dict.fromkeys(sites, per_layer)) if sites else {}
+    placed = None if mesh is None else dict.fromkeys(sites, replicated(mesh))
+    return restore_item(folder, "multipliers", dict.fromkeys(sites, per_layer), placed) if sites else {}
 
 
 def restore_channels(meta: Mapping[str, Any]) -> Channels:
@@ -117,15 +122,19 @@ def restore_channels(meta: Mapping[str, Any]) -> Channels:
     return {site: np.asarray(ids, np.int32) for site, ids in meta.get("channels", {}).items()}
 
 
-def restore_item(folder: Path, item: str, shapes: Any) -> Any:
-    """One item of a checkpoint on the first device, with the shapes and dtypes of the tree `shapes`.
+def restore_item(folder: Path, item: str, shapes: Any, placed: Any = None) -> Any:
+    """One item of a checkpoint with the shapes and dtypes of the tree `shapes`.
+
+    Args:
+      placed: a sharding for each leaf of `shapes`; None puts everything on the first device.
 
     Raises:
       UserError: it is damaged.
     """
     require_undamaged(folder, item)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
+    placed = jax.tree.map(lambda _: device, shapes) if placed is None else placed
+    abstract = jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, placed)
     try:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             return checkpointer.restore((folder / item).absolute(), args=ocp.args.StandardRestore(abstract))

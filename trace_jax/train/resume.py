@@ -13,6 +13,7 @@ from trace_jax.errors import UserError
 MAY_CHANGE = (
     "steps",
     "loggers",
+    "mesh",
     "eval",
     "checkpoint",
     "sft",
@@ -26,7 +27,7 @@ MAY_CHANGE = (
     "train.remat",
     "train.unguided_every",
 )
-"""Keys, and sections as a whole, that say how long, how often, how fast or with how much memory.
+"""Keys, and sections as a whole, that say how long, how often, how fast, on how many devices or with how much memory.
 
 Every other key decides what the saved weights, moments, multipliers and counters mean. `sft` belongs to another command.
 """

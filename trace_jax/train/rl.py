@@ -9,10 +9,14 @@
 
 Every random choice follows from the seed and the counters in `Progress`, and the engine's weights from `sync.every` alone, so a
 resumed run repeats the uninterrupted one.
+
+Asynchronous (`sync.max_staleness`): a `RolloutStream` generates the batches ahead of 1 and 2, and takes the weights of 5 when it can. The
+prompts, sample ids and counters are the same; the weights that draw a token depend on time.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,16 +27,18 @@ from jaxtyping import Float32, Int64
 from trace_jax.evaluation.audit import audit_metrics
 from trace_jax.evaluation.pass_rate import measure_pass_rate
 from trace_jax.metrics.weighted import combine, finalize
-from trace_jax.rl.advantages import frac_reward_zero_std, group_advantages
+from trace_jax.rl.advantages import group_advantages
 from trace_jax.rl.overlong import overlong_penalty
-from trace_jax.rollout.engine import Engine
-from trace_jax.rollout.prompts import Scored
-from trace_jax.rollout.trajectories import FinishReason, Trajectories
+from trace_jax.rollout.engine import Engine, generate
+from trace_jax.rollout.stream import Batch, RolloutStream
+from trace_jax.rollout.trajectories import Trajectories
 from trace_jax.train.checkpoint import Progress
 from trace_jax.train.clock import Clock
 from trace_jax.train.dynamic_sampling import step_answers
 from trace_jax.train.optimizer import learning_rate_schedule, make_optimizer
-from trace_jax.train.setup import Setup, sync_weights
+from trace_jax.train.prompt_batches import PromptBatches, is_due
+from trace_jax.train.rollout_metrics import rollout_metrics, staleness_metrics
+from trace_jax.train.setup import Setup, sync_weights, weight_updates
 from trace_jax.train.skipped import count_skipped
 from trace_jax.train.state import PolicyVersion, TrainState
 from trace_jax.train.update import UpdateSettings, measure, update_policy
@@ -43,7 +49,11 @@ REMEDY = "lower optimizer.learning_rate, or resume from an earlier checkpoint"
 
 @dataclass
 class Learner:
-    """The mutable part of a run: state, counters, and the engine with the weights that it serves."""
+    """The mutable part of a run: state, counters, and the engine with the weights that it serves.
+
+    Args:
+      stream: what generates ahead in an asynchronous run; `served` is then what it was offered last.
+    """
 
     setup: Setup
     settings: UpdateSettings
@@ -52,6 +62,7 @@ class Learner:
     state: TrainState
     progress: Progress
     served: PolicyVersion
+    stream: RolloutStream | None = None
 
     def sync(self) -> None:
         """Brings the engine to the current weights."""
@@ -59,9 +70,20 @@ class Learner:
 
     def serve(self, weights: PolicyVersion) -> None:
         """Brings the engine to these weights; does nothing if it has them."""
-        if self.served.version != weights.version:
+        if self.served.version == weights.version:
+            return
+        if self.stream is None:
             sync_weights(self.engine, self.setup, weights.params, self.state.multipliers, weights.version)
-            self.served = weights
+        else:
+            # Rounded here and now: what waits for the engine is then its small tensors, and not another set of masters.
+            self.stream.offer(list(weight_updates(self.setup, weights.params, self.state.multipliers)), weights.version)
+        self.served = weights
+
+    def close(self) -> None:
+        """Ends the engine and what generates with it."""
+        if self.stream is not None:
+            self.stream.close()
+        self.engine.close()
 
 
 def make_learner(setup: Setup, state: TrainState, progress: Progress, engine: Engine, served: PolicyVersion | None = None) -> Learner:
@@ -70,7 +92,9 @@ def make_learner(setup: Setup, state: TrainState, progress: Progress, engine: En
     settings = setup.updates(setup.max_sequence_tokens())
     served = served or PolicyVersion(state.params, progress.version)
     sync_weights(engine, setup, served.params, state.multipliers, served.version)
-    return Learner(setup, settings, make_optimizer(config.optimizer), engine, state, progress, served)
+    first = progress.data_position // config.rollout.prompts_per_step
+    stream = PromptBatches(setup).stream(engine, first, served.version) if config.asynchronous else None
+    return Learner(setup, settings, make_optimizer(config.optimizer), engine, state, progress, served, stream)
 
 
 def rl_step(learner: Learner, clock: Clock) -> tuple[dict[str, float], Trajectories]:
@@ -79,11 +103,9 @@ def rl_step(learner: Learner, clock: Clock) -> tuple[dict[str, float], Trajector
     Raises:
       UserError: three gradients in a row were not finite, or the reward fails on every answer.
     """
-    setup, config, progress = learner.setup, learner.setup.config, learner.progress
+    config, progress = learner.setup.config, learner.progress
     step, rollout, overlong = progress.step + 1, config.rollout, config.algorithm.overlong_buffer
-    audited = config.guidance.audit.sequences if _due(step, config.guidance.audit.every) else 0
-    audited = min(audited, rollout.prompts_per_step * rollout.group_size)
-    answers = step_answers(setup, learner.engine, progress, clock, audited=audited)
+    answers = step_answers(config, lambda batch: _take(learner, batch, clock))
     scored, trajectories = answers.scored, answers.scored.trajectories
     rewards = scored.reward
     if overlong.enable:
@@ -97,24 +119,44 @@ def rl_step(learner: Learner, clock: Clock) -> tuple[dict[str, float], Trajector
     advantages = group_advantages(rewards, trajectories.group, normalize_std=config.algorithm.normalize_std)
     clock.lap("reward")
 
-    metrics = audit_metrics(learner.settings, learner.state, trajectories) if audited else {}
+    metrics = audit_metrics(learner.settings, learner.state, trajectories, progress.version)
     clock.lap("audit")
-    metrics |= _update(learner, trajectories, advantages, answers.trained, clock, _due(step, config.train.unguided_every))
+    if learner.stream is not None:
+        metrics |= staleness_metrics(trajectories.select(answers.trained), progress.version)
+        metrics |= {"sync/regenerated": float(answers.regenerated), "sync/batches_ahead": float(learner.stream.waiting)}
+    metrics |= _update(learner, trajectories, advantages, answers.trained, clock, is_due(step, config.train.unguided_every))
     learner.progress = replace(
         learner.progress,
         step=step,
         data_position=progress.data_position + answers.batches * rollout.prompts_per_step,
         samples=progress.samples + trajectories.num_sequences,
     )
-    metrics |= _rollout_metrics(scored, trajectories)
+    metrics |= rollout_metrics(scored, trajectories)
     if overlong.enable:
         metrics["reward/overlong_mean"] = float(penalty.mean())
     if config.algorithm.filter_groups.enable:
         metrics |= {"train/num_gen_batches": float(answers.batches), "train/filtered_groups": float(answers.filtered_groups())}
-    metrics["throughput/rollout_tokens_per_s"] = int(trajectories.sampled.sum()) / clock.laps["rollout"]
+    metrics["throughput/rollout_tokens_per_s"] = int(trajectories.sampled.sum()) / max(answers.seconds, 1e-9)
     metrics["throughput/train_tokens_per_s"] = int(trajectories.lengths()[answers.trained].sum()) / max(clock.laps["train"], 1e-9)
     metrics["learning_rate"] = float(np.asarray(learning_rate_schedule(config.optimizer)(learner.progress.version - 1)))
     return metrics, trajectories
+
+
+def _take(learner: Learner, batch: int, clock: Clock) -> Batch:
+    """The next batch of the training stream, `batch` of them after the first of the step; the clock gets the time waited for it."""
+    config, progress = learner.setup.config, learner.progress
+    if learner.stream is not None:
+        taken = learner.stream.take(progress.version, config.steps - progress.step, lambda: clock.lap("rollout"))
+        clock.lap("reward")
+        return taken
+    batches, before = PromptBatches(learner.setup), clock.laps["rollout"]
+    number = progress.data_position // batches.size + batch
+    audited = batch == 0 and is_due(progress.step + 1, config.guidance.audit.every)
+    trajectories = generate(learner.engine, batches.requests(number, audited))
+    clock.lap("rollout")
+    scored = batches.score(number, trajectories)
+    clock.lap("reward")
+    return Batch(scored, clock.laps["rollout"] - before)
 
 
 def evaluate(learner: Learner) -> dict[str, Any]:
@@ -123,19 +165,20 @@ def evaluate(learner: Learner) -> dict[str, Any]:
     The engine serves afterwards what it served before: measuring must not change the run.
     """
     config, served = learner.setup.config, learner.served
-    learner.sync()
     sampling = replace(learner.setup.sampling, temperature=0.0 if config.eval.greedy else learner.setup.sampling.temperature)
-    result = measure_pass_rate(
-        learner.engine,
-        learner.setup.task,
-        learner.setup.tokenizer,
-        sampling,
-        split=config.eval.split,
-        samples=config.eval.samples,
-        max_prompts=config.eval.max_prompts,
-        seed=config.seed,
-    )
-    learner.serve(served)
+    with learner.stream.held() if learner.stream is not None else nullcontext():
+        learner.sync()
+        result = measure_pass_rate(
+            learner.engine,
+            learner.setup.task,
+            learner.setup.tokenizer,
+            sampling,
+            split=config.eval.split,
+            samples=config.eval.samples,
+            max_prompts=config.eval.max_prompts,
+            seed=config.seed,
+        )
+        learner.serve(served)
     prefix = f"eval/{config.eval.split}"
     return {
         f"{prefix}/pass_at_1": result.pass_at_1,
@@ -189,7 +232,7 @@ def _update(
     metrics["loss"] = float(np.mean([np.sum(part["loss"].sum) for part in parts]))  # pyright: ignore
     metrics |= {
         "grad_norm": float(np.mean(norms)),
-        "sync/version": float(learner.served.version),
+        "sync/version": float(learner.served.version if learner.stream is None else learner.stream.version),
         "sync/staleness": float(max(staleness)),
         "train/skipped_updates": float(np.sum(~np.isfinite(norms))),
     }
@@ -200,34 +243,3 @@ def _update_sets(group: Int64[np.ndarray, " B"], trained: Int64[np.ndarray, " S"
     """The trained sequences as disjoint sets of whole groups, one per optimizer step."""
     groups = np.unique(group[trained])
     return [np.flatnonzero(np.isin(group, part)) for part in np.array_split(groups, min(updates, groups.size))]
-
-
-def _rollout_metrics(scored: Scored, trajectories: Trajectories) -> dict[str, float]:
-    verified = ~np.isnan(scored.reward)
-    lengths = trajectories.sampled_lengths()
-    metrics = {
-        "reward/mean": float(scored.reward[verified].mean()) if verified.any() else float("nan"),
-        "reward/pass_rate": float(scored.correct[verified].mean()) if verified.any() else float("nan"),
-        "reward/verifier_errors": float(scored.verifier_errors),
-        "frac_reward_zero_std": frac_reward_zero_std(scored.reward, trajectories.group),
-        "response/length_mean": float(lengths.mean()),
-        "response/truncated_fraction": float(np.mean(trajectories.finish_reason == FinishReason.LENGTH)),
-    }
-    record = trajectories.guidance
-    if record is not None:
-        # The last token of a sequence is never an input, so it has no record and is not missing one.
-        fed = np.ones(trajectories.num_tokens, bool)
-        fed[trajectories.offsets[1:] - 1] = False
-        metrics["guidance/missing_fraction"] = float(np.mean(~record.valid[fed]))
-        recomputed = record.recomputed
-        metrics["guidance/recomputed_fraction"] = 0.0 if recomputed is None else float(np.mean(recomputed[fed]))
-        sizes = record.bytes_per_token()
-        metrics |= {f"guidance/bytes_per_token/{name}": size for name, size in sizes.items() if name != "total"}
-        metrics["guidance/bytes_per_token"] = sizes["total"]
-        saturated = [np.mean(site.scales[record.valid] == 0x7E) for site in record.sites.values() if site.format == "nvfp4"]
-        metrics["guidance/saturation_fraction"] = float(np.mean(saturated)) if saturated else 0.0
-    return metrics
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

@@ -15,11 +15,11 @@ from trace_jax.tasks import Task
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.clock import Clock
 from trace_jax.train.optimizer import make_optimizer
-from trace_jax.train.read_checkpoint import read_meta, restore_channels
+from trace_jax.train.read_checkpoint import policy_from_meta, read_meta, restore_channels
 from trace_jax.train.resume import changed_keys
 from trace_jax.train.rl import Learner, evaluate, make_learner, rl_step
 from trace_jax.train.run_folder import Ended, OpenRun, Report, open_run, say
-from trace_jax.train.setup import build_setup, calibrated, compensated, initial_policy, require_finite
+from trace_jax.train.setup import build_setup, calibrated, compensated, initial_policy, require_finite, training_mesh
 from trace_jax.train.state import initial_state
 
 
@@ -56,7 +56,7 @@ def run_training(
     with open_run(config, directory, resume=resume, report=report) as run:
         last = run.checkpoints.latest() if resume else None
         learner = _started(config, directory, shared.task) if last is None else _resumed(config, run.checkpoints, last, shared.task)
-        with closing(learner.engine), closing(learner.setup.task):
+        with closing(learner), closing(learner.setup.task):
             learner.setup.require_rows()
             if not run.stop.asked:
                 run.begin(learner.progress.step if resume else None)
@@ -108,7 +108,9 @@ def _resumed(config: Config, checkpoints: Checkpoints, step: int, task: Task | N
     folder = checkpoints.directory / str(step)
     meta = read_meta(folder)
     changes = changed_keys(meta["config"], config, folder)
-    policy, state, progress = checkpoints.restore(step, make_optimizer(config.optimizer))
+    stored = policy_from_meta(meta)
+    mesh = training_mesh(config, stored.family, stored.config)
+    policy, state, progress = checkpoints.restore(step, make_optimizer(config.optimizer), mesh)
     if progress.step and not progress.samples:
         raise UserError(
             f"{folder} was made by sft, and an RL run cannot go on from its optimizer; leave --resume out, choose another --out "
@@ -118,7 +120,7 @@ def _resumed(config: Config, checkpoints: Checkpoints, step: int, task: Task | N
     setup = build_setup(config, (policy.family, policy.config), task)
     setup = replace(setup, directory=checkpoints.directory.parent, channels=restore_channels(meta))
     setup = compensated(setup, state.params, state.multipliers)
-    learner = make_learner(setup, state, progress, setup.engine(), checkpoints.restore_served(step))
+    learner = make_learner(setup, state, progress, setup.engine(), checkpoints.restore_served(step, mesh))
     say(f"resumed after step {step}" + (f" with {', '.join(changes)}" if changes else ""))
     return learner
 
@@ -126,4 +128,6 @@ def _resumed(config: Config, checkpoints: Checkpoints, step: int, task: Task | N
 def _save(checkpoints: Checkpoints, learner: Learner) -> None:
     setup = learner.setup
     stored = setup.config.model_dump(mode="json")
-    checkpoints.save(learner.state, learner.progress, setup.policy, setup.config.tokenizer, stored, learner.served, setup.channels)
+    # What draws the next tokens of an asynchronous run is not repeated anyway, so it goes on with its newest weights.
+    served = learner.served if learner.stream is None else None
+    checkpoints.save(learner.state, learner.progress, setup.policy, setup.config.tokenizer, stored, served, setup.channels)

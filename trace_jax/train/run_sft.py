@@ -13,6 +13,7 @@ from trace_jax.models.registry import Params
 from trace_jax.quantization.plan import UNQUANTIZED
 from trace_jax.rollout.embedded.decode import CaptureSpec
 from trace_jax.rollout.embedded.engine import EmbeddedEngine
+from trace_jax.sharding.mesh import mesh_of, on_mesh_of
 from trace_jax.train.checkpoint import Progress
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.run_folder import Ended, OpenRun, Report, open_run
@@ -64,11 +65,12 @@ def _loop(setup: Setup, params: Params, width: int, run: OpenRun) -> dict[str, A
     probe = replace(setup, rollout_plan=UNQUANTIZED)
     engine = EmbeddedEngine(setup.policy, UNQUANTIZED, CaptureSpec(), config.rollout.max_batch)
     metrics: dict[str, Any] = {}
-    progress = Progress(seed=config.seed)
+    progress, mesh = Progress(seed=config.seed), mesh_of(params)
     for step in range(1, sft.steps + 1):
         rows = setup.task.prompts("train", (step - 1) * sft.batch_size, sft.batch_size)
-        gradient, loss, _ = sft_gradient(state.params, sft_batch(rows, setup.tokenizer, width), policy=setup.policy)
-        params, opt_state, norm = apply_gradients(state.params, state.opt_state, gradient, optimizer=optimizer)
+        gradient, loss, _ = sft_gradient(state.params, sft_batch(rows, setup.tokenizer, width, mesh), policy=setup.policy)
+        with on_mesh_of(state.params):
+            params, opt_state, norm = apply_gradients(state.params, state.opt_state, gradient, optimizer=optimizer)
         state = TrainState(params, opt_state, {})
         skipped = count_skipped(progress.skipped_in_a_row, float(norm), step, "lower sft.learning_rate")
         progress = replace(progress, step=step, skipped_in_a_row=skipped)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from trace_jax.config import Config, resolve_layers
 from trace_jax.config.checks import ENGINE_GROUP
@@ -15,7 +16,7 @@ from trace_jax.errors import UserError
 from trace_jax.models.finite import require_finite
 from trace_jax.models.hf import load_hf_directory
 from trace_jax.models.policy import Policy
-from trace_jax.models.registry import ModelConfig, Params, config_from_dict, init_params
+from trace_jax.models.registry import ModelConfig, Params, config_from_dict, init_params, param_shapes
 from trace_jax.quantization.calibration import calibrate, choose_channels, site_sizes
 from trace_jax.quantization.channels import Channels, channel_counts
 from trace_jax.quantization.multipliers import Multipliers
@@ -24,14 +25,18 @@ from trace_jax.rl.corrections import Correction
 from trace_jax.rl.losses import PolicyLoss
 from trace_jax.rollout.embedded.decode import CaptureSpec
 from trace_jax.rollout.embedded.engine import EmbeddedEngine, require_cache_formats
-from trace_jax.rollout.engine import Engine
+from trace_jax.rollout.engine import Engine, send_weights
 from trace_jax.rollout.prompts import SamplingSettings
 from trace_jax.rollout.weight_sync import layer_updates
-from trace_jax.rollout.weight_update import Ack, UpdateDigest
+from trace_jax.rollout.weight_update import Ack, LayerUpdate
+from trace_jax.sharding.mesh import device_mesh
+from trace_jax.sharding.placement import put_params
+from trace_jax.sharding.rules import check_heads_and_blocks, shardings
 from trace_jax.tasks import Task, load_task
 from trace_jax.tokenizers import BUILT_IN, Tokenizer, load_tokenizer
 from trace_jax.train.checkpoint import load_policy
 from trace_jax.train.objective import ObjectiveSpec
+from trace_jax.train.read_checkpoint import locate_checkpoint, policy_from_meta, read_meta
 from trace_jax.train.sft import worked_example
 from trace_jax.train.update import UpdateSettings
 
@@ -226,20 +231,35 @@ def initial_policy(config: Config, task: Task | None = None) -> tuple[Setup, Par
     source = config.model.source
     if source is None:
         setup = build_setup(config, task=task)
+        mesh = training_mesh(config, setup.policy.family, setup.policy.config)
         params = init_params(setup.policy.family, setup.policy.config, jax.random.key(config.seed))
-        return setup, params, {}
+        return setup, params if mesh is None else put_params(mesh, params), {}
     path = Path(source)
     if (path / "config.json").is_file():
         if config.tokenizer in BUILT_IN and (path / "tokenizer.json").is_file():
             _require_tokenizer(config, source, source)
         family, model_config, loaded_params = load_hf_directory(path)
-        params = jax.tree.map(jnp.asarray, loaded_params)
+        params = put_params(training_mesh(config, family, model_config), loaded_params)
         require_finite(params, source)
         return build_setup(config, (family, model_config), task), params, {}
-    loaded = load_policy(path)
+    policy = policy_from_meta(read_meta(locate_checkpoint(path)))
+    loaded = load_policy(path, training_mesh(config, policy.family, policy.config))
     _require_tokenizer(config, source, loaded.tokenizer)
     require_finite(loaded.params, source)
     return build_setup(config, (loaded.policy.family, loaded.policy.config), task), loaded.params, loaded.multipliers
+
+
+def training_mesh(config: Config, family: str, model: ModelConfig) -> Mesh | None:
+    """The mesh that a run trains on; None for one device.
+
+    Raises:
+      UserError: the devices are not there, a parameter cannot be divided, or a head or a quantization block would lie on two of them.
+    """
+    mesh = device_mesh(dict(config.mesh))
+    if mesh is not None:
+        check_heads_and_blocks(dict(mesh.shape), model, (config.rollout.weights, config.rollout.activations))
+        shardings(param_shapes(family, model), mesh)
+    return mesh
 
 
 def _require_tokenizer(config: Config, source: str, trained: str) -> None:
@@ -279,15 +299,15 @@ def calibration_sequences(setup: Setup) -> list[list[int]]:
     return [worked_example(row, setup.tokenizer)[0] for row in rows]
 
 
+def weight_updates(setup: Setup, params: Params, multipliers: Multipliers) -> Iterator[LayerUpdate]:
+    """Weights as the run's engine takes them."""
+    return layer_updates(setup.policy, setup.rollout_plan, params, multipliers)
+
+
 def sync_weights(engine: Engine, setup: Setup, params: Params, multipliers: Multipliers, version: int) -> Ack:
     """Sends the weights and compares the engine's count and checksum with the sender's.
 
     Raises:
       RuntimeError: the engine received something else.
     """
-    digest = UpdateDigest()
-    updates = layer_updates(setup.policy, setup.rollout_plan, params, multipliers)
-    ack = engine.update_weights(digest.observe(updates), version)
-    if ack != digest.ack(version):
-        raise RuntimeError(f"weight sync failed: sent {digest.ack(version)}, the engine acknowledged {ack}")
-    return ack
+    return send_weights(engine, weight_updates(setup, params, multipliers), version)

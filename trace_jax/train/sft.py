@@ -8,12 +8,16 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params
 from trace_jax.quantization.plan import UNQUANTIZED
+from trace_jax.sharding.mesh import batch_shards, on_its_mesh
+from trace_jax.sharding.placement import put_rows
+from trace_jax.sharding.rules import constrain_params
 from trace_jax.tasks import Row
 from trace_jax.tasks.source import shorten
 from trace_jax.tokenizers import Tokenizer
@@ -29,26 +33,28 @@ def worked_example(row: Row, tokenizer: Tokenizer) -> tuple[list[int], int]:
     return [*prompt, *tokenizer.encode(row.worked_answer), tokenizer.eos_id], len(prompt)
 
 
-def sft_batch(rows: Sequence[Row], tokenizer: Tokenizer, length: int) -> TrainBatch:
-    """Worked answers padded to `length`; the answer and the end token enter the loss."""
-    shape = (len(rows), length)
+def sft_batch(rows: Sequence[Row], tokenizer: Tokenizer, length: int, mesh: Mesh | None = None) -> TrainBatch:
+    """Worked answers padded to `length`; the answer and the end token enter the loss. A mesh gets equal numbers of rows per device."""
+    shards = batch_shards(mesh)
+    shape = (-(-len(rows) // shards) * shards, length)
+    put = functools.partial(put_rows, mesh)
     tokens, segment, answer = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
     for index, row in enumerate(rows):
         ids, prompt = worked_example(row, tokenizer)
         tokens[index, : len(ids)] = ids
         segment[index, : len(ids)] = 1
         answer[index, prompt : len(ids)] = True
-    zeros = jnp.zeros(shape, jnp.float32)
+    zeros = put(np.zeros(shape, np.float32))
     return TrainBatch(
-        tokens=jnp.asarray(tokens),
-        positions=jnp.asarray(np.broadcast_to(np.arange(length, dtype=np.int32), shape)),
-        segment_ids=jnp.asarray(segment),
-        sampled=jnp.asarray(answer),
+        tokens=put(tokens),
+        positions=put(np.broadcast_to(np.arange(length, dtype=np.int32), shape)),
+        segment_ids=put(segment),
+        sampled=put(answer),
         logp_rollout=zeros,
         logp_old=None,
         advantages=zeros,
         divisors=None,
-        temperature=jnp.ones(shape, jnp.float32),
+        temperature=put(np.ones(shape, np.float32)),
         routes=None,
         guides=None,
     )
@@ -75,6 +81,7 @@ def batch_width(rows: Sequence[Row], tokenizer: Tokenizer, context: int) -> int:
     return -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 
 
+@on_its_mesh
 @functools.partial(jax.jit, static_argnames=("policy",))
 def sft_gradient(params: Params, batch: TrainBatch, *, policy: Policy) -> tuple[Params, Float[Array, ""], Float[Array, ""]]:
     """Gradient of the mean negative log-likelihood per answer token, the loss, and the number of tokens (float32)."""
@@ -85,4 +92,4 @@ def sft_gradient(params: Params, batch: TrainBatch, *, policy: Policy) -> tuple[
         return -jnp.sum(jnp.where(batch.sampled, logp, 0.0)) / jnp.maximum(count, 1.0), count
 
     (loss, count), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    return gradient, loss, count
+    return constrain_params(gradient), loss, count

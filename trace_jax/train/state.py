@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels.pytrees import register_arrays
 from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
+from trace_jax.sharding.mesh import mesh_of, replicated
+from trace_jax.sharding.rules import constrain_params, shardings
 
 
 @register_arrays
@@ -43,8 +45,12 @@ def initial_state(params: Params, optimizer: optax.GradientTransformation, multi
     """The state before the first update.
 
     Its arrays are committed to their devices, as those of every later state are: jit takes the two for different programs and would
-    compile the step twice.
+    compile the step twice. On a mesh the moments lie where their parameters do.
     """
+    mesh = mesh_of(params)
+    if mesh is not None:
+        placed = shardings(jax.eval_shape(optimizer.init, params), mesh)
+        return TrainState(params, jax.jit(optimizer.init, out_shardings=placed)(params), jax.device_put(multipliers, replicated(mesh)))
     opt_state = jax.jit(optimizer.init)(params)
     return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), TrainState(params, opt_state, multipliers))
 
@@ -73,4 +79,4 @@ def apply_gradients(
     def keep(new: Shaped[Array, "*s"], old: Shaped[Array, "*s"]) -> Shaped[Array, "*s"]:
         return jnp.where(finite, new, old)
 
-    return jax.tree.map(keep, new_params, params), jax.tree.map(keep, new_state, opt_state), norm
+    return constrain_params(jax.tree.map(keep, new_params, params)), constrain_params(jax.tree.map(keep, new_state, opt_state)), norm

@@ -19,6 +19,7 @@ from trace_jax.rl.aggregation import Aggregation, batch_total, sequence_divisors
 from trace_jax.rl.corrections import CORRECTION_FIGURES
 from trace_jax.rollout.micro_batches import MicroBatch, length_buckets, plan_micro_batches
 from trace_jax.rollout.trajectories import Trajectories, token_rows
+from trace_jax.sharding.mesh import batch_shards, mesh_of, on_its_mesh
 from trace_jax.train.batches import make_batch
 from trace_jax.train.objective import ObjectiveSpec, objective_and_gradient, without_guidance
 from trace_jax.train.state import TrainState, add_gradients, apply_gradients
@@ -46,9 +47,10 @@ class UpdateSettings:
     aggregation: Aggregation = "token_mean"
     loss_scale_factor: int = 1
 
-    def plan(self, lengths: Int64[np.ndarray, " S"]) -> list[MicroBatch]:
-        """Micro-batches of sequences with these lengths."""
-        return plan_micro_batches(lengths, self.micro_batch_tokens, length_buckets(self.max_length, count=2, multiple=LENGTH_MULTIPLE))
+    def plan(self, lengths: Int64[np.ndarray, " S"], row_multiple: int = 1) -> list[MicroBatch]:
+        """Micro-batches of sequences with these lengths; their rows are a multiple of the devices that share them."""
+        buckets = length_buckets(self.max_length, count=2, multiple=LENGTH_MULTIPLE)
+        return plan_micro_batches(lengths, self.micro_batch_tokens, buckets, row_multiple)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class UpdateResult:
     grad_norm: float
 
 
+@on_its_mesh
 def measure(
     params: Params,
     multipliers: Multipliers,
@@ -105,10 +108,11 @@ def measure(
     sampled = trajectories.sampled_lengths()
     total = jnp.float32(max(1, batch_total(sampled[chosen], settings.aggregation, settings.loss_scale_factor)))
     divisors = sequence_divisors(sampled, settings.aggregation)
+    mesh = mesh_of(params)
     params, spec = _rounded_once(params, settings.spec)
     gradient, parts = None, []
     logp = np.zeros(trajectories.num_tokens, np.float32)
-    for micro in settings.plan(trajectories.lengths()[chosen]):
+    for micro in settings.plan(trajectories.lengths()[chosen], batch_shards(mesh)):
         batch, packed = make_batch(
             trajectories,
             [chosen[members].tolist() for members in micro.bins],
@@ -119,6 +123,7 @@ def measure(
             divisors=divisors,
             logp_old=logp_old,
             replay=settings.replay,
+            mesh=mesh,
         )
         part, micro_logp, stats = objective_and_gradient(params, multipliers, batch, total, spec=spec)
         gradient = part if gradient is None else add_gradients(gradient, part)
@@ -132,6 +137,7 @@ def measure(
     return Measurement(logp, _pooled(combine(jax.device_get(parts))), gradient)
 
 
+@on_its_mesh
 def update_policy(state: TrainState, measurement: Measurement, optimizer: optax.GradientTransformation) -> UpdateResult:
     """Takes one optimizer step along a measured gradient."""
     params, opt_state, norm = apply_gradients(state.params, state.opt_state, measurement.gradient, optimizer=optimizer)

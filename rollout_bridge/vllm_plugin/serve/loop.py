@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import socket
 import threading
 import traceback
@@ -31,6 +32,9 @@ def serve(descriptor: int, build: Build) -> int:
     Returns:
       The exit code: 0 once the trainer has closed or left, 1 when the engine failed; the trainer has been told why.
     """
+    # Who preempts a job may send SIGTERM to every process; the trainer then ends its step, and needs this one for it. Not SIG_IGN, which
+    # programs started from here would inherit.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     channel = Channel(socket.socket(fileno=descriptor))
     # A step, or loading a model, may take long; a trainer that is gone must not leave this process behind until then.
     threading.Thread(target=_end_with_trainer, args=(channel,), daemon=True).start()

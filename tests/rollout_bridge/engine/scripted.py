@@ -16,7 +16,7 @@ import numpy as np
 from rollout_bridge.vllm_plugin.serve import loop
 from rollout_bridge.vllm_plugin.serve.generator import Drawn
 from rollout_bridge.vllm_plugin.weights.digest import Digest
-from rollout_bridge.wire import RingReader, RingWriter, WireError
+from rollout_bridge.wire import CorruptSlot, RingReader, RingWriter, WireError
 from rollout_bridge.wire.weight_records import read_header
 
 VOCABULARY = 50
@@ -41,7 +41,8 @@ class ScriptedGenerator:
     Args:
       step_s: seconds of a step.
       dies_at, hangs_at, fails_at: step at which it is killed, sleeps or raises, if the file `once` can be removed (no file: never).
-      dies_in_update, damages_update: the same for an update.
+      dies_in_update, hangs_in_update, damages_update: the version in whose update it is killed, sleeps, or has a bit flipped in the ring;
+        `once` as above.
       fails_to_load: what it says instead of loading.
       capture: ring that gets routes of every token, and layers and experts of a token; each expert is the number of the request.
     """
@@ -92,21 +93,30 @@ class ScriptedGenerator:
         """Counts and sums what comes, and keeps nothing."""
         if ring != self.ring:
             self.reader, self.ring = RingReader(Path(ring)), ring
-        pieces, data = {}, {}
+        pieces, data, problem = {}, {}, None
         try:
             while True:
-                with self.reader.receive(20.0) as received:
-                    assert received is not None, "the trainer sent nothing"
-                    header = read_header(received.arrays)
-                    if header.end is not None:
-                        break
-                    if header.number == 2 and self._goes_wrong("dies_in_update", version):
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    for name, piece in header.pieces.items():
-                        pieces[name] = piece
-                        data.setdefault(name, []).append(np.array(received.arrays[name]))
+                if self._goes_wrong("damages_update", version):
+                    self._flip_a_bit()
+                try:
+                    with self.reader.receive(20.0) as received:
+                        assert received is not None, "the trainer sent nothing"
+                        header = read_header(received.arrays)
+                        if header.end is not None:
+                            break
+                        if header.number == 2 and self._goes_wrong("dies_in_update", version):
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        if header.number == 2 and self._goes_wrong("hangs_in_update", version):
+                            time.sleep(60)
+                        for name, piece in header.pieces.items():
+                            pieces[name] = piece
+                            data.setdefault(name, []).append(np.array(received.arrays[name]))
+                except CorruptSlot as error:
+                    problem = error  # the rest is read all the same, so that the next update finds an empty ring
         except WireError as error:
-            raise ValueError(f"weights of version {version} refused: {error}") from error
+            problem = error
+        if problem:
+            raise ValueError(f"weights of version {version} refused: {problem}")
         refused = [name for name in pieces if "bad" in name]
         if refused:
             raise ValueError(f"weights of version {version} refused: {refused[0]}")
@@ -146,6 +156,13 @@ class ScriptedGenerator:
             "routes.part": np.asarray([0, experts], np.uint32),
         }
         self.rows.send(record, 20.0)
+
+    def _flip_a_bit(self):
+        """In the record that comes next, once it has arrived."""
+        number = int(self.reader._released[0])
+        while not self.reader._has(number):
+            time.sleep(0.001)
+        self.reader._slot(number)[1][1000] ^= 4
 
     def _goes_wrong(self, what: str, now: int) -> bool:
         if self.arguments.get(what) != now:

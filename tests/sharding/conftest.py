@@ -1,0 +1,33 @@
+"""Programs with eight CPU devices, which a test process with one device starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEVICES = "--xla_force_host_platform_device_count=8"
+
+
+@pytest.fixture(scope="session")
+def eight_devices(environment: dict[str, str]) -> dict[str, str]:
+    """Environment of a program that has eight CPU devices."""
+    return environment | {"XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {DEVICES}"}
+
+
+@pytest.fixture(scope="session")
+def run_program(eight_devices: dict[str, str]) -> Callable[..., Any]:
+    """`run_program("on_meshes.py", "dense")`: runs a program of this folder on eight devices and returns the JSON it prints."""
+
+    def run(name: str, *arguments: str) -> Any:
+        command = [sys.executable, str(Path(__file__).parent / name), *arguments]
+        done = subprocess.run(command, env=eight_devices, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run

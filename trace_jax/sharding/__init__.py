@@ -1,0 +1,1 @@
+"""One training run on many devices: the mesh, and which device holds which part of what."""
