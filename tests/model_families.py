@@ -32,6 +32,10 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+YARN_ROPE = {
+    "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,19 @@ FAMILIES: dict[str, Family] = {
             "two_dense_two_shared": {"first_k_dense_replace": 2, "n_shared_experts": 2, "use_qk_norm": False, "attention_bias": False},
         },
         {"yarn": ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.type is 'yarn'"), "act": ({"hidden_act": "gelu"}, "hidden_act")},
+    ),
+    "gpt_oss": Family(
+        "GptOss",
+        {
+            "num_hidden_layers": 5, "intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16,
+            "sliding_window": 4, "rope_parameters": YARN_ROPE,
+        },
+        MOE | {"num_layers": 3, "sliding_window": 4, "swiglu_limit": 1.0},
+        {"one_pair_other_gate": {"num_hidden_layers": 2, "swiglu_alpha": 1.3, "swiglu_limit": 0.5, "rope_parameters": DEFAULT_ROPE}},
+        {
+            "layers": ({"layer_types": ["full_attention"] * 5}, "layer_types"),
+            "bias": ({"attention_bias": False}, "attention_bias is False"),
+        },
     ),
     "deepseek_v3": Family(
         "DeepseekV3",

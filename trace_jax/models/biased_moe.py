@@ -101,7 +101,7 @@ class Layer(nnx.Module):
             self.mlp = Mlp(config, config.dense_hidden_size, rngs)
         else:
             self.router = linear(rngs, config.num_experts, config.hidden_size)
-            self.router_bias = zeros(config.num_experts)
+            self.router_correction = zeros(config.num_experts)
             self.experts = Experts(config, rngs)
             self.shared_experts = Mlp(config, config.shared_hidden_size, rngs)
 
@@ -119,7 +119,7 @@ def run(model: Decoder, config: BiasedMoeConfig, inputs: ForwardInputs, options:
         def choose(y: Float[Array, "B T D"]) -> Choice:
             return route_by_biased_sigmoid(
                 router_logits(y, layer.router),
-                layer.router_bias[...],
+                layer.router_correction[...],
                 config.experts_per_token,
                 groups=config.expert_groups,
                 kept_groups=config.kept_groups,
@@ -147,7 +147,7 @@ def key_map(config: BiasedMoeConfig, attention: Callable[[], Iterable[LayerTenso
             yield from mlp_tensors(config, config.dense_hidden_size)
             return
         yield LayerTensor("mlp.gate.weight", (config.num_experts, config.hidden_size), ("router",))
-        yield LayerTensor("mlp.gate.e_score_correction_bias", (config.num_experts,), ("router_bias",))
+        yield LayerTensor("mlp.gate.e_score_correction_bias", (config.num_experts,), ("router_correction",))
         yield from expert_tensors(config)
         yield from mlp_tensors(config, config.shared_hidden_size, "mlp.shared_experts", "shared_experts")
 

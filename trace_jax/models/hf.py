@@ -24,12 +24,8 @@ from trace_jax.errors import UserError
 from trace_jax.files import flush_to_disk
 from trace_jax.models.hf_config import agreeing
 from trace_jax.models.hf_tensors import from_hf_tensors, to_hf_tensors
-<<<<<<< HEAD
 from trace_jax.models.key_map import FLOAT32_LEAVES, file_shapes
-=======
-from trace_jax.models.key_map import file_shapes
 from trace_jax.models.quantized_files import QuantizedTensorFiles
->>>>>>> int
 from trace_jax.models.registry import FAMILIES, key_map
 from trace_jax.models.tensor_files import TensorFiles, read_json, write_tensors
 
