@@ -14,6 +14,7 @@ from trace_jax.config import from_mapping
 from trace_jax.errors import UserError
 from trace_jax.models.hf import carried_files, load_hf_directory
 from trace_jax.models.policy import Policy
+from trace_jax.models.registry import ModelConfig
 from trace_jax.tokenizers import load_tokenizer
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.optimizer import make_optimizer
@@ -43,7 +44,8 @@ def import_hf_checkpoint(source: Path, out: Path) -> dict[str, Any]:
         for file in carried_files(source):
             (partial / CARRIED).mkdir(exist_ok=True)
             shutil.copy2(file, partial / CARRIED / file.name)
-        settings = from_mapping({"model": {"family": family, "config": config.to_dict()}, "tokenizer": tokenizer})
+        model = {"family": family, "config": config.to_dict()}
+        settings = from_mapping({"model": model, "tokenizer": tokenizer, **_fitting_rollout(config)})
         state = initial_state(params, make_optimizer(settings.optimizer), {})
         checkpoints = Checkpoints(partial / "checkpoints")
         checkpoints.save(state, Progress(), Policy(family, config), tokenizer, settings.model_dump(mode="json"))
@@ -55,6 +57,15 @@ def import_hf_checkpoint(source: Path, out: Path) -> dict[str, Any]:
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     shown = str(out / CARRIED) if tokenizer == CARRIED else tokenizer
     return {"checkpoint": str(out), "family": family, "parameters": int(count), "tokenizer": shown, "config": config.to_dict()}
+
+
+def _fitting_rollout(config: ModelConfig) -> dict[str, Any]:
+    """Settings of a rollout that rounds only what the family has."""
+    if not config.moe_layer_ids:
+        return {"method": "bf16"}
+    if config.layers_of("k"):
+        return {}
+    return {"rollout": {"kv_cache": {"k": "bf16", "v": "bf16"}}, "train_quant": {"kv_cache": "none"}}
 
 
 def _fitting_tokenizer(source: Path, vocabulary: int) -> str:
