@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rollout_bridge.export.encode import encoded_tensors
-from rollout_bridge.export.layout import require_whole_blocks, tensor_plan, unquantized_modules
+from rollout_bridge.export.layout import require_exportable, require_whole_blocks, tensor_plan, unquantized_modules
 from rollout_bridge.export.memory import peak_bytes, resident_bytes
 from rollout_bridge.export.quant_config import MODELOPT_FILE, hf_quant_config, quantization_config
 from rollout_bridge.export.settings import ExportSettings
@@ -96,12 +96,13 @@ def _export(
     max_shard_bytes: int,
     announce: Announce,
 ) -> dict[str, Any]:
+    require_exportable(stored.policy, settings)
     require_whole_blocks(stored.policy, settings)
     layers = settings.quantized_layers(stored.policy.config.num_layers)
     plan = tensor_plan(stored.policy, settings)
     size = sum(spec.num_bytes for spec in plan)
     _require_space(out, size)
-    missing = sorted(set(settings.sites) - set(stored.multipliers))
+    missing = sorted(set(_sites(stored, settings)) - set(stored.multipliers))
     if missing:
         announce(f"calibrating {', '.join(missing)}, with the whole model in memory")
     multipliers = _multipliers(stored, settings, task, overrides) if missing else _checked(stored, stored.multipliers, settings)
@@ -164,8 +165,13 @@ def _multipliers(
     return _checked(stored, calibrated(setup, stored.load()), settings)
 
 
+def _sites(stored: StoredPolicy, settings: ExportSettings) -> list[str]:
+    """The sites whose multipliers are written: those that the family has."""
+    return [site for site in settings.sites if stored.policy.config.layers_of(site)]
+
+
 def _checked(stored: StoredPolicy, multipliers: Mapping[str, Any], settings: ExportSettings) -> dict[str, Float[np.ndarray, " L"]]:
-    values = {site: np.asarray(multipliers[site], np.float32) for site in settings.sites}
+    values = {site: np.asarray(multipliers[site], np.float32) for site in _sites(stored, settings)}
     for site, value in values.items():
         if not (np.isfinite(value) & (value > 0)).all():
             layer = int(np.flatnonzero(~(np.isfinite(value) & (value > 0)))[0])

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import as_stored, keep_rounding, round_to_bf16
+from pallas_kernels import keep_rounding, round_to_bf16
 from trace_jax.layers import partial_sums
 from trace_jax.layers.attention import attend
-from trace_jax.layers.experts import ExpertWeights, apply_experts
+from trace_jax.layers.experts import ExpertWeights, apply_experts, silu_gate
 from trace_jax.layers.norm import rms_norm
 from trace_jax.layers.rope import Tables, rotate_part
 from trace_jax.models.decoder_config import DecoderConfig
@@ -116,5 +115,4 @@ def router_logits(x: Float[Array, "B T D"], router: nnx.Param) -> Float[Array, "
 def feed_forward(mlp: Mlp, x: Float[Array, "B T D"], parts: int) -> Float[Array, "B T D"]:
     """A dense gated network in the compute dtype, nothing of it quantized; summed in `parts` shares."""
     gate, up = (x @ w[...].astype(x.dtype).T for w in (mlp.gate, mlp.up))
-    hidden = keep_rounding((jax.nn.silu(as_stored(gate)) * as_stored(up)).astype(x.dtype))
-    return partial_sums.matmul(hidden, mlp.down[...].astype(x.dtype).T, parts)
+    return partial_sums.matmul(silu_gate(gate, up), mlp.down[...].astype(x.dtype).T, parts)

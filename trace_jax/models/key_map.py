@@ -20,7 +20,7 @@ TreePath: TypeAlias = tuple[str | int, ...]
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-FLOAT32_LEAVES = ("router_bias",)
+FLOAT32_LEAVES = ("router_correction",)
 """Last keys of parameters that engines and files keep in float32: they only rank experts, and in BF16 ranks would change."""
 
 
