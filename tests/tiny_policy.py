@@ -92,7 +92,9 @@ def engine(
     config: ModelConfig = CONFIG,
 ) -> EmbeddedEngine:
     """An engine that records every site at every layer, with the weights of `seed` loaded unless it is None."""
-    made = EmbeddedEngine(policy(compute_dtype, config), plan, CaptureSpec(kind, RECORDED_SITES, tuple(range(config.num_layers))), max_batch)
+    made = EmbeddedEngine(
+        policy(compute_dtype, config), plan, CaptureSpec(kind, RECORDED_SITES, tuple(range(config.num_layers))), max_batch
+    )
     if seed is not None:
         sync(made, seed)
     return made

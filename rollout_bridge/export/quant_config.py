@@ -57,7 +57,8 @@ def quant_algo(settings: ExportSettings) -> str:
 def modelopt_exclusions(policy: Policy, settings: ExportSettings) -> list[str]:
     """Names of unquantized modules as ModelOpt lists them: the experts of a layer under the name of their container."""
     containers = [
-        module.partition(f"{EXPERTS}.")[0] + EXPERTS if f"{EXPERTS}." in module else module for module in unquantized_modules(policy, settings)
+        module.partition(f"{EXPERTS}.")[0] + EXPERTS if f"{EXPERTS}." in module else module
+        for module in unquantized_modules(policy, settings)
     ]
     return list(dict.fromkeys(containers))
 

@@ -208,7 +208,10 @@ def test_rotary_buffers_are_ignored(make_checkpoint: Callable[..., Any]) -> None
             r"model\.safetensors: model\.layers\.0\.mlp\.gate\.weight holds NaN or infinity",
         ),
         ({"set": {ROUTER: np.full((3, 8), np.inf, ml_dtypes.bfloat16)}}, r"model\.layers\.0\.mlp\.gate\.weight holds NaN or infinity"),
-        ({"set": {ROUTER: np.ones((3, 8), np.uint8)}}, r"model\.layers\.0\.mlp\.gate\.weight has type U8 and config.json no quantization_config .* import the unquantized"),
+        (
+            {"set": {ROUTER: np.ones((3, 8), np.uint8)}},
+            r"model\.layers\.0\.mlp\.gate\.weight has type U8 and config.json no quantization_config .* import the unquantized",
+        ),
     ],
     ids=["missing", "unknown", "renamed", "transposed", "nan", "infinity", "type"],
 )

@@ -73,7 +73,10 @@ def test_fp8_with_one_factor_or_one_per_row(checkpoint: Any, method: str, shape:
 def test_nvfp4_multiplies_or_divides_by_the_scale_of_the_tensor(checkpoint: Any, codes: NDArray[np.int64], method: str) -> None:
     scales = np.random.default_rng(3).uniform(1, 400, (40, 4)).astype(E4M3)
     if method == "modelopt":
-        tensors, factor = {GATE: packed(codes), f"{GATE}_scale": scales, f"{GATE}_scale_2": np.array(0.0007, np.float32)}, np.float32(0.0007)
+        tensors, factor = (
+            {GATE: packed(codes), f"{GATE}_scale": scales, f"{GATE}_scale_2": np.array(0.0007, np.float32)},
+            np.float32(0.0007),
+        )
     else:
         tensors = {f"{GATE}_packed": packed(codes), f"{GATE}_scale": scales, f"{GATE}_global_scale": np.array([1500], np.float32)}
         factor = np.float32(1) / np.float32(1500)

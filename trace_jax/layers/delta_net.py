@@ -35,9 +35,7 @@ def causal_convolution(
     return keep_rounding(jax.nn.silu(total).astype(x.dtype))
 
 
-def last_inputs(
-    x: Float[Array, "B T C"], earlier: Float[Array, "B before C"], counting: Bool[Array, "B T"]
-) -> Float[Array, "B before C"]:
+def last_inputs(x: Float[Array, "B T C"], earlier: Float[Array, "B before C"], counting: Bool[Array, "B T"]) -> Float[Array, "B before C"]:
     """The newest inputs of each row, for the next tokens' convolution; those that count come first in a row."""
     known = jnp.concatenate([earlier, x], axis=1)
     newest = jnp.sum(counting, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(earlier.shape[1], dtype=jnp.int32)[None]

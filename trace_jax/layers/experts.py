@@ -121,7 +121,6 @@ def apply_experts(
     return expert_parallel.exchange_rows(products, x, ids, mixing, weights)
 
 
-
 def _dense(
     x: Float[Array, "N width"],
     ids: Int[Array, "N k"],

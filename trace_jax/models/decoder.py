@@ -117,7 +117,8 @@ def _in_order(found: Sequence[tuple[tuple[int, ...], Reports]], kind: str) -> di
         parts = [(ids, reports[kind][name]) for ids, reports in found if name in reports.get(kind, {})]
         if len(parts) == 1:
             merged[name] = parts[0][1]
-            continue
-        order = np.argsort(np.concatenate([ids for ids, _ in parts]))
-        merged[name] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[order], *(part for _, part in parts))
+        else:
+            ids, reports = zip(*parts, strict=True)
+            order = np.argsort(np.concatenate(ids))
+            merged[name] = jax.tree.map(lambda *leaves, order=order: jnp.concatenate(leaves)[order], *reports)
     return merged

@@ -27,9 +27,7 @@ class Layer(nnx.Module):
         self.mlp = Mlp(config, hidden, rngs)
 
 
-def make_decoder(
-    config: DecoderConfig, hidden: int, rngs: nnx.Rngs, *, norms: tuple[int, int] | None = None, biases: str = ""
-) -> Decoder:
+def make_decoder(config: DecoderConfig, hidden: int, rngs: nnx.Rngs, *, norms: tuple[int, int] | None = None, biases: str = "") -> Decoder:
     """The decoder with random parameters.
 
     Args:

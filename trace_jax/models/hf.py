@@ -70,7 +70,9 @@ def load_hf_directory(path: str | Path) -> HfCheckpoint:
     model_type = config_json.get("model_type")
     family = next((name for name, made in FAMILIES.items() if model_type in (name, made.MODEL_TYPE or name)), None)
     if family is None:
-        raise UserError(f"{directory}: config.json: model_type is {model_type!r}; take a checkpoint of a supported type: {', '.join(FAMILIES)}")
+        raise UserError(
+            f"{directory}: config.json: model_type is {model_type!r}; take a checkpoint of a supported type: {', '.join(FAMILIES)}"
+        )
     quantization = config_json.pop("quantization_config", None)
     try:
         config = _hf_config(family).from_hf(config_json)

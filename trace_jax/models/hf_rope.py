@@ -13,7 +13,9 @@ from trace_jax.models.hf_config import agreeing, boolean, integer, number, requi
 _TYPE_KEYS = ("rope_type", "type")
 _PLAIN = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _SCALING = {
-    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim"},
+    "yarn": {
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim",
+    },
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
 }  # fmt: skip
 
@@ -113,7 +115,9 @@ def _scaling(key: str, kind: str, rope: Mapping[str, Any]) -> RopeScaling:
         return RopeScaling(kind, factor, original, low_freq_factor=low, high_freq_factor=high)
     stated = rope.get("attention_factor")
     if stated is None and rope.get("mscale") and rope.get("mscale_all_dim"):
-        stated = mscale(factor, number(f"{key}.mscale", rope["mscale"])) / mscale(factor, number(f"{key}.mscale_all_dim", rope["mscale_all_dim"]))
+        stated = mscale(factor, number(f"{key}.mscale", rope["mscale"])) / mscale(
+            factor, number(f"{key}.mscale_all_dim", rope["mscale_all_dim"])
+        )
     return RopeScaling(
         kind,
         factor,

@@ -41,7 +41,8 @@ ModelConfig = DecoderConfig
 FAMILIES: dict[str, type[ModelConfig]] = {
     config.FAMILY: config
     for config in (
-        Qwen3MoeConfig, Qwen35MoeConfig, OlmoeConfig, MixtralConfig, GptOssConfig, Glm4MoeConfig, DeepseekV3Config, Qwen3Config, LlamaConfig,
+        Qwen3MoeConfig, Qwen35MoeConfig, OlmoeConfig, MixtralConfig, GptOssConfig, Glm4MoeConfig, DeepseekV3Config,
+        Qwen3Config, LlamaConfig,
     )
 }  # fmt: skip
 """Family name -> its config class. The modules `modeling`, `params` and `hf_config` of `trace_jax.models.<family>` hold the rest."""

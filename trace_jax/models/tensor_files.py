@@ -111,7 +111,9 @@ class TensorFiles:
           UserError: one of them is NaN or infinity.
         """
         if not np.isfinite(values).all():
-            raise UserError(f"{self.directory / self._file_of.get(name, '')}: {name} holds NaN or infinity; the checkpoint is damaged: take an earlier one")
+            raise UserError(
+                f"{self.directory / self._file_of.get(name, '')}: {name} holds NaN or infinity; the checkpoint is damaged: take an earlier one"
+            )
         return values
 
     def _read_index(self) -> dict[str, str] | None:

@@ -54,7 +54,9 @@ def calibrate(policy: Policy, params: Params, sequences: Sequence[Sequence[int]]
             raise UserError(
                 f"layer {layer} produces values that are not finite at {site}; the checkpoint's weights are damaged (NaN or Inf)"
             )
-    everywhere = {site: _over_all_layers(np.asarray(value, np.float32), config.layers_of(site), config.num_layers) for site, value in amax.items()}
+    everywhere = {
+        site: _over_all_layers(np.asarray(value, np.float32), config.layers_of(site), config.num_layers) for site, value in amax.items()
+    }
     return static_multipliers({site: jnp.asarray(value) for site, value in everywhere.items()}, headroom)
 
 
@@ -92,7 +94,7 @@ def choose_channels(
     }
 
 
-def _over_all_layers(values: Shaped[np.ndarray, "Ls *width"], layer_ids: tuple[int, ...], count: int) -> Shaped[np.ndarray, "L *width"]:
+def _over_all_layers(values: Shaped[np.ndarray, " Ls *width"], layer_ids: tuple[int, ...], count: int) -> Shaped[np.ndarray, " L *width"]:
     """Values of the layers that have a site, with zeros for those that do not."""
     full = np.zeros((count, *values.shape[1:]), values.dtype)
     full[list(layer_ids)] = values

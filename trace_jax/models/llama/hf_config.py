@@ -17,7 +17,13 @@ KEYS = ConfigKeys(
         "tie_word_embeddings": ("tie_embeddings", False),
         "attention_bias": ("attention_bias", False),
     },
-    fixed={"hidden_act": ("silu",), "attention_dropout": (0, None), "mlp_bias": (False,), "is_llama_config": (True,), "rope_interleaved": (False,)},
+    fixed={
+        "hidden_act": ("silu",),
+        "attention_dropout": (0, None),
+        "mlp_bias": (False,),
+        "is_llama_config": (True,),
+        "rope_interleaved": (False,),
+    },
     unwritten=frozenset({"is_llama_config", "rope_interleaved"}),  # keys of SmolLM2's files
     irrelevant=frozenset({"pretraining_tp"}),  # how the products were cut during the pretraining
     handled=frozenset({"head_dim"}),

@@ -8,8 +8,8 @@ from __future__ import annotations
 from flax import nnx
 
 from trace_jax.models import softmax_moe
-from trace_jax.models.mixtral.config import MixtralConfig
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
+from trace_jax.models.mixtral.config import MixtralConfig
 from trace_jax.models.modules import Decoder
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from flax import nnx
 
 from trace_jax.models import softmax_moe
-from trace_jax.models.olmoe.config import OlmoeConfig
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.modules import Decoder
+from trace_jax.models.olmoe.config import OlmoeConfig
 
 
 def make(config: OlmoeConfig, rngs: nnx.Rngs) -> Decoder:

@@ -10,8 +10,8 @@ from flax import nnx
 from trace_jax.layers import rope
 from trace_jax.models import dense
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
-from trace_jax.models.qwen3.config import Qwen3Config
 from trace_jax.models.modules import Decoder
+from trace_jax.models.qwen3.config import Qwen3Config
 
 
 def make(config: Qwen3Config, rngs: nnx.Rngs) -> Decoder:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from flax import nnx
 
 from trace_jax.models import softmax_moe
-from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.modules import Decoder
+from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
 
 
 def make(config: Qwen3MoeConfig, rngs: nnx.Rngs) -> Decoder:

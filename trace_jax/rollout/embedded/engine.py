@@ -186,7 +186,9 @@ def require_cache_formats(policy: Policy, plan: QuantPlan) -> None:
 def _available(capture: CaptureSpec, plan: QuantPlan, policy: Policy) -> CaptureSpec:
     """The part of a capture that exists: sites in a block format that some of the layers have."""
     config = policy.config
-    sites = tuple(site for site in capture.sites if plan.site(site).format in BLOCK_FORMATS and set(capture.layers) & set(config.layers_of(site)))
+    sites = tuple(
+        site for site in capture.sites if plan.site(site).format in BLOCK_FORMATS and set(capture.layers) & set(config.layers_of(site))
+    )
     if capture.kind == "none" or not sites:
         return CaptureSpec()
     return CaptureSpec(capture.kind, sites, capture.layers)
