@@ -111,6 +111,29 @@ FAMILIES: dict[str, Family] = {
         },
         {"yarn": ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.type is 'yarn'"), "act": ({"hidden_act": "gelu"}, "hidden_act")},
     ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5Moe",
+        {
+            "num_hidden_layers": 5, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24, "num_experts": 6,
+            "num_experts_per_tok": 2, "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "layer_types": (["linear_attention"] * 2 + ["full_attention"] + ["linear_attention"] * 2),
+            "rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.25},
+        },
+        MOE | {
+            "num_layers": 5, "rotary_dim": 4, "shared_hidden_size": 24, "linear_key_heads": 2, "linear_value_heads": 4,
+            "linear_key_dim": 8, "linear_value_dim": 6, "full_attention_interval": 2,
+        },
+        {
+            "every_second_same_heads": {
+                "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 2,
+                "linear_conv_kernel_dim": 3, "tie_word_embeddings": True,
+            }
+        },
+        {
+            "order": ({"layer_types": ["full_attention"] + ["linear_attention"] * 4}, "layer_types"),
+            "vision": ({"model_type": "qwen3_5_moe"}, "vision tower"),
+        },
+    ),
     "gpt_oss": Family(
         "GptOss",
         {

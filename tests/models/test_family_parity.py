@@ -40,7 +40,8 @@ CASES = [(family, "base") for family in FAMILIES] + [(family, case) for family, 
 def oracle(family: str, case: str = "base") -> Any:
     """A transformers model in float32 of which every parameter and buffer of the checkpoint is random."""
     known = FAMILIES[family]
-    config_type = getattr(transformers, f"{known.transformers}Config")
+    names = [f"{known.transformers}{kind}Config" for kind in ("Text", "")]
+    config_type = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
     changes = COMMON_HF | known.hf | known.cases.get(case, {})
     config = config_type(**changes, attn_implementation="eager", experts_implementation="eager")
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from trace_jax.models.hf_config import agreeing
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.key_map import Entry, LayerTensor, decoder_entries, expert_tensors, layer_norm_tensors, mlp_tensors
 from trace_jax.models.layer_scope import LayerScope
-from trace_jax.models.modules import Decoder, Experts, Mlp, linear, ones, zeros
+from trace_jax.models.modules import Decoder, Experts, Mlp, linear, norm, zeros
 
 Attend = Callable[[Any, Float[Array, "B T D"], LayerScope], Float[Array, "B T D"]]
 """(attention module, normed input, scope) -> what is added to the residual stream."""
@@ -94,9 +94,9 @@ class Layer(nnx.Module):
     """One decoder layer around a family's attention."""
 
     def __init__(self, kind: str, config: BiasedMoeConfig, rngs: nnx.Rngs, attention: nnx.Module):
-        self.input_norm = ones(config.hidden_size)
+        self.input_norm = norm(config, config.hidden_size)
         self.attention = attention
-        self.post_attention_norm = ones(config.hidden_size)
+        self.post_attention_norm = norm(config, config.hidden_size)
         if kind == DENSE:
             self.mlp = Mlp(config, config.dense_hidden_size, rngs)
         else:

@@ -173,9 +173,12 @@ def carried_files(directory: str | Path) -> list[Path]:
 
 
 def _read_config(directory: Path, config_json: dict[str, Any]) -> tuple[str, Any]:
-    family = config_json.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise UserError(f"{directory}: config.json: model_type is {family!r}; take a checkpoint of a supported type: {', '.join(FAMILIES)}")
+    model_type = config_json.get("model_type")
+    family = next((name for name, made in FAMILIES.items() if model_type in (name, made.MODEL_TYPE or name)), None)
+    if family is None:
+        raise UserError(
+            f"{directory}: config.json: model_type is {model_type!r}; take a checkpoint of a supported type: {', '.join(FAMILIES)}"
+        )
     try:
         return family, _hf_config(family).from_hf(config_json)
     except UserError as error:

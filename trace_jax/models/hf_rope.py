@@ -13,7 +13,9 @@ from trace_jax.models.hf_config import agreeing, boolean, integer, number, requi
 _TYPE_KEYS = ("rope_type", "type")
 _PLAIN = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _SCALING = {
-    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim"},
+    "yarn": {
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim",
+    },
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
 }  # fmt: skip
 

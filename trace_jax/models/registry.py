@@ -28,6 +28,7 @@ from trace_jax.models.mixtral.config import MixtralConfig
 from trace_jax.models.modules import Decoder
 from trace_jax.models.olmoe.config import OlmoeConfig
 from trace_jax.models.qwen3.config import Qwen3Config
+from trace_jax.models.qwen3_5_moe.config import Qwen35MoeConfig
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
 from trace_jax.sharding.axes import constrain
 
@@ -39,8 +40,11 @@ ModelConfig = DecoderConfig
 
 FAMILIES: dict[str, type[ModelConfig]] = {
     config.FAMILY: config
-    for config in (Qwen3MoeConfig, OlmoeConfig, MixtralConfig, Qwen3Config, LlamaConfig, Glm4MoeConfig, GptOssConfig, DeepseekV3Config)
-}
+    for config in (
+        Qwen3MoeConfig, Qwen35MoeConfig, OlmoeConfig, MixtralConfig, GptOssConfig, Glm4MoeConfig, DeepseekV3Config,
+        Qwen3Config, LlamaConfig,
+    )
+}  # fmt: skip
 """Family name -> its config class. The modules `modeling`, `params` and `hf_config` of `trace_jax.models.<family>` hold the rest."""
 
 

@@ -21,7 +21,7 @@ from trace_jax.models.deepseek_v3.config import DeepseekV3Config
 from trace_jax.models.hf_rope import mscale
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.layer_scope import LayerScope
-from trace_jax.models.modules import Decoder, linear, ones, output_gain
+from trace_jax.models.modules import Decoder, linear, norm, output_gain
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latent vectors, which the checkpoints do not state."""
@@ -34,12 +34,12 @@ class LatentAttention(nnx.Module):
         width, heads = config.hidden_size, config.num_heads
         if config.query_rank:
             self.q_a_proj = linear(rngs, config.query_rank, width)
-            self.q_a_norm = ones(config.query_rank)
+            self.q_a_norm = norm(config, config.query_rank)
             self.q_b_proj = linear(rngs, heads * config.head_dim, config.query_rank)
         else:
             self.q_proj = linear(rngs, heads * config.head_dim, width)
         self.kv_a_proj = linear(rngs, config.latent_rank + config.rotary_dim, width)
-        self.kv_a_norm = ones(config.latent_rank)
+        self.kv_a_norm = norm(config, config.latent_rank)
         self.kv_b_proj = linear(rngs, heads * (config.plain_dim + config.value_dim), config.latent_rank)
         self.o_proj = linear(rngs, width, heads * config.value_dim, gain=output_gain(config))
 

@@ -17,7 +17,7 @@ from trace_jax.models.decoder import run_decoder
 from trace_jax.models.gpt_oss.config import SLIDING, GptOssConfig
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.layer_scope import LayerScope
-from trace_jax.models.modules import Attention, Decoder, Experts, linear, ones, zeros
+from trace_jax.models.modules import Attention, Decoder, Experts, linear, norm, zeros
 
 
 class Biases(nnx.Module):
@@ -33,9 +33,9 @@ class Layer(nnx.Module):
     """One decoder layer."""
 
     def __init__(self, config: GptOssConfig, rngs: nnx.Rngs):
-        self.input_norm = ones(config.hidden_size)
+        self.input_norm = norm(config, config.hidden_size)
         self.attention = Attention(config, rngs, biases="qkvo", sinks=True)
-        self.post_attention_norm = ones(config.hidden_size)
+        self.post_attention_norm = norm(config, config.hidden_size)
         self.router = linear(rngs, config.num_experts, config.hidden_size)
         self.router_bias = zeros(config.num_experts)
         self.experts = Experts(config, rngs)
