@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,9 @@ def cluster(config: Config) -> Iterator[None]:
             options["object_store_memory"] = int(section.object_store_gib * 2**30)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        with _signals_kept():
+        with _signals_kept(), warnings.catch_warnings():
+            # Between fork and exec Ray's processes only set their signals, and need none of the locks that JAX's threads may hold.
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = "no Ray cluster can be started on this machine" if section.address is None else f"rollout.ray.address {section.address}"
