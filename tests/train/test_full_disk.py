@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.invariants import violations
-from tests.train.test_preemption import content
+from tests.train.invariants import MODES, content, violations
 from trace_jax.train.read_checkpoint import complete_steps
 from trace_jax.train.run import run_training
 
@@ -91,10 +90,9 @@ load_policy(DISK)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["alternating", "asynchronous"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_run_whose_disk_fills_up_goes_on_where_the_last_checkpoint_was(in_small_disk, tmp_path, make_config, cold_start, mode):
-    more = ("sync.max_staleness=2",) if mode == "asynchronous" else ()
-    config = make_config(f"model.source={cold_start.directory}", "checkpoint.every=2", "steps=6", *more)
+    config = make_config(f"model.source={cold_start.directory}", "checkpoint.every=2", "steps=6", *MODES[mode])
     in_small_disk(f"""
 import json
 from trace_jax.config import from_mapping
