@@ -114,7 +114,7 @@ class Route(NamedTuple):
             places = jnp.full((devices * self.room, *rows.shape[1:]), fill, rows.dtype)
             there = jnp.full(devices, me * self.room, jnp.int32)
             return jax.lax.ragged_all_to_all(rows, places, starts[me], mine, there, self.rows[:, me], axis_name="expert")
-        place = jnp.arange(self.room, dtype=jnp.int32)
+        place = jnp.arange(self.room, dtype=jnp.int32)[None]
         source = starts[me][:, None] + place
         full = (place < mine[:, None]).reshape(devices, self.room, *[1] * (rows.ndim - 1))
         slots = jnp.where(full, rows[jnp.minimum(source, self.room - 1)], jnp.asarray(fill, rows.dtype))
