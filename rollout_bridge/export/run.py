@@ -126,7 +126,8 @@ def _export(
         "quantized_layers": list(layers),
         "kv_cache_declared": settings.declare_kv,
         "calibrated_now": bool(missing),
-        "trained_for": stored.meta["config"]["rollout"]["weights"],
+        "trained_for": stored.meta["config"]["rollout"]["weights"] if stored.has_task else None,
+        "residual_fraction_left_out": stored.meta["config"]["rollout"]["residual_compensation"]["fraction"],
         "bytes_float32": stored.params.num_bytes,
         "bytes_bf16": stored.params.num_bytes // 2,
         "bytes_written": size,
@@ -144,9 +145,14 @@ def print_export(result: Mapping[str, Any]) -> None:
         f"{result['export']}: {result['tensors']} tensors, {megabytes['bytes_written']:.2f} MB in {result['format']} "
         f"(BF16: {megabytes['bytes_bf16']:.2f} MB), {result['seconds']:.1f} s, peak memory {megabytes['memory_peak_bytes']:.0f} MB"
     )
-    if result["format"] not in ("bf16", result["trained_for"]):
+    if result["trained_for"] and result["format"] not in ("bf16", result["trained_for"]):
         print(
             f"note: the checkpoint was trained for a rollout in {result['trained_for']}; {result['format']} is quantization after training"
+        )
+    if result["residual_fraction_left_out"]:
+        print(
+            f"note: the run compensated the residual of {result['residual_fraction_left_out']:.0%} of the input channels; an engine that loads "
+            "this does not, unless rollout.engine=vllm drives it"
         )
     if result["values_verified"] is not None:
         print(f"verified: {result['values_verified']} values decode to what the trainer computes with")

@@ -32,14 +32,15 @@ def plan_run(config: Config) -> dict[str, Any]:
     else:
         setup, _, multipliers = initial_policy(config)
     try:
-        _require_rows(setup, calibrates=not multipliers)
+        fraction = config.rollout.residual_compensation.fraction
+        _require_rows(setup, calibrates=not multipliers or 0 < fraction < 1)
         return {"config": config.model_dump(mode="json"), "memory": memory_plan(setup)}
     finally:
         setup.task.close()
 
 
 def _require_rows(setup: Setup, *, calibrates: bool) -> None:
-    """The questions of a run are there, and the tokenizer takes the worked answers if they calibrate the multipliers."""
+    """The questions of a run are there, and the tokenizer takes the worked answers if multipliers or channels come from them."""
     setup.require_rows()
     if calibrates:
         for row in setup.task.prompts("train", 0, setup.config.calibration.prompts):
