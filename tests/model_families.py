@@ -90,7 +90,7 @@ FAMILIES: dict[str, Family] = {
             "llama3_rope": {"rope_parameters": LLAMA3_ROPE},
             "yarn_rope": {
                 "rope_parameters": {
-                    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
+                    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 4.0,
                 }
             },
             "tied_bias": {"tie_word_embeddings": True, "attention_bias": True},

@@ -47,7 +47,11 @@ def gap(config: ModelConfig, batch: TrainBatch, plan: QuantPlan) -> np.ndarray:
     return tiny.gap(batch, tiny.score(batch, plan, "float32", config)[0])
 
 
-@pytest.fixture(params=FAMILIES, scope="module")
+QUICK = ("qwen3_5_moe", "gpt_oss", "deepseek_v3")
+"""Between them they have every kind of layer, site and cache."""
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES], scope="module")
 def family(request: pytest.FixtureRequest) -> tuple[ModelConfig, Trajectories]:
     config = config_of(request.param)
     return config, generated(config)
@@ -90,6 +94,21 @@ def test_the_guided_trainer_repeats_the_rollout(family) -> None:
     if batch.routes is not None:
         others = replace(batch, routes=jnp.where(batch.routes >= 0, (batch.routes + 1) % config.num_experts, -1))
         assert gap(config, others, guided).mean() > 10 * 1e-4
+
+
+def test_packed_rows_give_the_log_probs_of_rows_of_their_own(family) -> None:
+    """Neither windows nor recurrent states reach over the border of two sequences."""
+    config, answers = family
+    alone, (packed, layout) = (
+        batch_of(config, answers),
+        make_batch(answers, [[0, 1], [2, 3], [4, 5]], 2 * LENGTH, 6, num_layers=config.num_layers),
+    )
+    found = []
+    for batch in (alone, packed):
+        logp, _ = tiny.score(batch, tiny.guided(plan_of(config)), "float32", config)
+        found.append(logp[np.asarray(batch.sampled)])
+    assert layout.lengths.size == answers.num_sequences and found[0].size > 20
+    np.testing.assert_allclose(*found, rtol=0, atol=2e-5)
 
 
 def test_a_training_step_moves_every_parameter_that_has_a_gradient(family) -> None:

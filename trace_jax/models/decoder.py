@@ -83,7 +83,7 @@ def _run_group(
     ) -> tuple[tuple[Float[Array, "B T D"], KVCache | None], list[Reports]]:
         (x, cache), reports = carry, []
         for graphdef, member, (state, *given) in zip(graphdefs, members, xs, strict=True):
-            scope = LayerScope(*given, cache, inputs, options)
+            scope = LayerScope(*given, cache=cache, inputs=inputs, options=options)
             x = constrain(apply_layer(nnx.merge(graphdef, gathered(state)), member.kind, x, scope), BATCH)
             cache = scope.cache
             reports.append(scope.reports)

@@ -26,6 +26,9 @@ class Attention(nnx.Module):
       gated: whether each head's query has a gate behind it, by whose sigmoid what the head attended to is multiplied.
     """
 
+    o_bias: nnx.Param
+    sinks: nnx.Param
+
     def __init__(
         self,
         config: DecoderConfig,
