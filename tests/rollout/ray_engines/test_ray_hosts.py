@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings(r"ig
 def hosts(require: Callable[[str], ModuleType]) -> Generator[Any, None, None]:
     """A head that runs no engine, and two hosts with room for one engine each."""
     require("ray")
-    from ray.cluster_utils import Cluster
+    from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
 
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 100 << 20})
     yield made

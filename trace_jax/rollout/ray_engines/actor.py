@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import ray
+import ray  # pyright: ignore[reportMissingImports]
 
 from trace_jax.rollout.engine import Capabilities, Engine, PauseMode, Request
 from trace_jax.rollout.engine_setup import EngineSetup

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import ray
+import ray  # pyright: ignore[reportMissingImports]
 
 from trace_jax.config import Config
 from trace_jax.errors import UserError

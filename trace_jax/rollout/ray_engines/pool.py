@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import ray
+import ray  # pyright: ignore[reportMissingImports]
 
 from trace_jax.errors import UserError
 from trace_jax.rollout.embedded.assemble import without_answers
