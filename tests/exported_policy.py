@@ -14,8 +14,7 @@ from tiny_policy import CONFIG, policy
 from rollout_bridge.export import ExportSettings
 from rollout_bridge.export.decode import ExportedFiles
 from trace_jax.config import from_mapping
-from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
-from trace_jax.models.registry import Params, param_shapes
+from trace_jax.models.registry import ModelConfig, Params, param_shapes
 from trace_jax.quantization.multipliers import Multipliers, site_multiplier
 from trace_jax.quantization.plan import SITES
 from trace_jax.train.checkpoint import Checkpoints, Progress
@@ -40,16 +39,16 @@ class Export(NamedTuple):
         return json.loads((self.path / "config.json").read_text())
 
 
-def multipliers() -> Multipliers:
+def multipliers(layers: int = CONFIG.num_layers) -> Multipliers:
     """Stored multipliers: another one for every site and layer."""
-    amax = {site: np.geomspace(3.0, 90.0, CONFIG.num_layers) * (1 + index) ** 3 for index, site in enumerate(SITES)}
+    amax = {site: np.geomspace(3.0, 90.0, layers) * (1 + index) ** 3 for index, site in enumerate(SITES)}
     return {site: site_multiplier(site, jnp.asarray(values, jnp.float32)) for site, values in amax.items()}
 
 
-def random_params(config: Qwen3MoeConfig = CONFIG) -> Params:
+def random_params(config: ModelConfig = CONFIG) -> Params:
     """Random float32 masters as NumPy arrays."""
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32) / 8, param_shapes("qwen3_moe", config))
+    return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32) / 8, param_shapes(config.FAMILY, config))
 
 
 def awkward() -> Params:
@@ -69,9 +68,9 @@ def awkward() -> Params:
     return tree
 
 
-def save(folder: Path, masters: Params, scales: dict[str, Any], config: Qwen3MoeConfig = CONFIG, tokenizer: str = "ascii") -> Path:
+def save(folder: Path, masters: Params, scales: dict[str, Any], config: ModelConfig = CONFIG, tokenizer: str = "ascii") -> Path:
     """A run directory with one checkpoint."""
-    stored = from_mapping({"model": {"config": config.to_dict()}, "tokenizer": tokenizer}).model_dump(mode="json")
+    stored = from_mapping({"model": {"family": config.FAMILY, "config": config.to_dict()}, "tokenizer": tokenizer}).model_dump(mode="json")
     state = TrainState(jax.tree.map(jnp.asarray, masters), {"none": jnp.zeros(1)}, jax.tree.map(jnp.asarray, scales))
     checkpoints = Checkpoints(folder / "checkpoints")
     checkpoints.save(state, Progress(version=3), policy(config=config), tokenizer, stored)

@@ -13,7 +13,7 @@ import numpy as np
 from trace_jax.guidance.site_record import RecordKind
 from trace_jax.models.policy import Policy
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
-from trace_jax.models.registry import Params, init_params
+from trace_jax.models.registry import ModelConfig, Params, init_params
 from trace_jax.quantization.calibration import calibrate
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.plan import RECORDED_SITES, UNQUANTIZED, QuantPlan, rollout_plan, trainer_plan
@@ -52,27 +52,32 @@ PLANS = {
 FORWARD_ROWS, FORWARD_LENGTH = 8, 48
 
 
-def policy(compute_dtype: str = "bfloat16", config: Qwen3MoeConfig = CONFIG) -> Policy:
+def policy(compute_dtype: str = "bfloat16", config: ModelConfig = CONFIG) -> Policy:
     """The policy; its parameters do not depend on the compute dtype."""
-    return Policy("qwen3_moe", config, compute_dtype)
+    return Policy(config.FAMILY, config, compute_dtype)
 
 
 @functools.cache
-def params(seed: int = 0, config: Qwen3MoeConfig = CONFIG) -> Params:
+def params(seed: int = 0, config: ModelConfig = CONFIG) -> Params:
     """Float32 masters whose output distribution is far from uniform, with biases that matter."""
-    tree = init_params("qwen3_moe", config, jax.random.key(seed))
+    tree = init_params(config.FAMILY, config, jax.random.key(seed))
     tree["embed"]["weight"] = tree["embed"]["weight"] * 20.0
     if not config.tie_embeddings:
         tree["lm_head"]["weight"] = tree["lm_head"]["weight"] * 6.0
-    if config.attention_bias:
+    if config == BIASED:
         attention = tree["groups"][0]["attention"]
         for index, name in enumerate(("q_bias", "k_bias", "v_bias", "o_bias")):
             attention[name] = 0.5 * jax.random.normal(jax.random.key(seed + index), attention[name].shape)
+    if config.FAMILY != CONFIG.FAMILY:  # biases and sinks of the others are told by being zero
+        leaves, structure = jax.tree.flatten(tree)
+        noise = [0.3 * jax.random.normal(jax.random.key(1000 + index), leaf.shape) for index, leaf in enumerate(leaves)]
+        leaves = [leaf if jnp.any(leaf) else random for leaf, random in zip(leaves, noise, strict=True)]
+        tree = jax.tree.unflatten(structure, leaves)
     return tree
 
 
 @functools.cache
-def multipliers(seed: int = 0, config: Qwen3MoeConfig = CONFIG) -> Multipliers:
+def multipliers(seed: int = 0, config: ModelConfig = CONFIG) -> Multipliers:
     """Static multipliers, the same for both compute dtypes."""
     rng = np.random.default_rng(seed)
     return calibrate(policy(config=config), params(seed, config), rng.integers(0, CONFIG.vocab_size, (8, 32)).tolist(), 1.5)
@@ -84,10 +89,12 @@ def engine(
     kind: RecordKind | Literal["none"] = "mantissa",
     max_batch: int | None = 8,
     seed: int | None = 0,
-    config: Qwen3MoeConfig = CONFIG,
+    config: ModelConfig = CONFIG,
 ) -> EmbeddedEngine:
     """An engine that records every site at every layer, with the weights of `seed` loaded unless it is None."""
-    made = EmbeddedEngine(policy(compute_dtype, config), plan, CaptureSpec(kind, RECORDED_SITES, LAYERS), max_batch)
+    made = EmbeddedEngine(
+        policy(compute_dtype, config), plan, CaptureSpec(kind, RECORDED_SITES, tuple(range(config.num_layers))), max_batch
+    )
     if seed is not None:
         sync(made, seed)
     return made
@@ -129,7 +136,7 @@ def score(
     batch: TrainBatch,
     plan: QuantPlan,
     compute_dtype: str = "bfloat16",
-    config: Qwen3MoeConfig = CONFIG,
+    config: ModelConfig = CONFIG,
     masters: Params | None = None,
     scales: Multipliers | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from jaxtyping import Shaped
 from pallas_kernels import Quantized
 from pallas_kernels.formats import E4M3_NAN, E8M0_NAN
 from rollout_bridge.export.experts import HostWeights, expert_blocks, on_device, quantized_block
-from rollout_bridge.export.layout import DTYPES, is_quantized, kv_scale_name, kv_site, module_of
+from rollout_bridge.export.layout import DTYPES, is_quantized, kv_scale_name, kv_site, module_of, plain_dtype
 from rollout_bridge.export.settings import ExportSettings
 from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
@@ -45,7 +45,7 @@ def encoded_tensors(
             if entry.is_expert:
                 experts.append(entry)
                 continue
-            yield entry.name, narrowed(entry.name, params.read(entry.path, entry.position), DTYPES["BF16"])
+            yield entry.name, narrowed(entry.name, params.read(entry.path, entry.position), DTYPES[plain_dtype(entry)])
             site = kv_site(entry)
             if site in settings.sites:
                 yield kv_scale_name(entry, site), multipliers[site][layer]

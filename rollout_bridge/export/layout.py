@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels import BlockFormat
 from rollout_bridge.export.settings import ExportSettings
 from trace_jax.errors import UserError
-from trace_jax.models.key_map import Entry
+from trace_jax.models.key_map import FLOAT32_LEAVES, Entry
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import key_map
 
@@ -50,7 +50,7 @@ def tensor_plan(policy: Policy, settings: ExportSettings) -> list[TensorSpec]:
         if settings.block is not None and is_quantized(entry, layers):
             plan += expert_tensors(module_of(entry), entry.shape, settings.block, settings.rounds_activations)
         else:
-            plan.append(TensorSpec(entry.name, "BF16", entry.shape))
+            plan.append(TensorSpec(entry.name, plain_dtype(entry), entry.shape))
         site = kv_site(entry)
         if site in settings.sites:
             plan.append(TensorSpec(kv_scale_name(entry, site), "F32", ()))
@@ -72,7 +72,7 @@ def expert_tensors(module: str, shape: tuple[int, ...], block: BlockFormat, acti
 
 
 def unquantized_modules(policy: Policy, settings: ExportSettings) -> list[str]:
-    """Exact names of the modules that stay BF16, each expert's projections among them; the head also where it is tied.
+    """Exact names of the modules that are not quantized, each expert's projections among them; the head also where it is tied.
 
     Never a pattern: vLLM takes a name in the list for every module whose name contains it.
     """
@@ -95,6 +95,26 @@ def require_whole_blocks(policy: Policy, settings: ExportSettings) -> None:
                 f"{field} {size} of the model is not a multiple of {block.block}, the block of {block.name}, and vLLM loads whole "
                 "blocks only; export with --format bf16"
             )
+
+
+def require_exportable(policy: Policy, settings: ExportSettings) -> None:
+    """Refuses what cannot be written as the files of its family are.
+
+    Raises:
+      UserError: the family's files hold several weights in one tensor, or FP4 of a family without routed experts.
+    """
+    entries = key_map(policy.family, policy.config)
+    if any(entry.part or entry.transposed for entry in entries):
+        raise UserError(
+            f"{policy.family} cannot be exported: its files hold the experts of a layer in one tensor, which this exporter does not write"
+        )
+    if settings.block is not None and not policy.config.moe_layer_ids:
+        raise UserError(f"{policy.family} has no routed experts, so {settings.format} would quantize nothing; export with --format bf16")
+
+
+def plain_dtype(entry: Entry) -> str:
+    """Type of a tensor outside the quantized experts."""
+    return "F32" if entry.path[-1] in FLOAT32_LEAVES else "BF16"
 
 
 def is_quantized(entry: Entry, layers: tuple[int, ...]) -> bool:

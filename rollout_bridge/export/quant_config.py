@@ -9,7 +9,9 @@ from rollout_bridge.export.layout import unquantized_modules
 from rollout_bridge.export.settings import ExportSettings
 from trace_jax.models.policy import Policy
 
-EXPERTS = ".mlp.experts"
+EXPERTS = ".experts"
+"""End of the name of what contains the routed experts of a layer."""
+
 MODELOPT_FILE = "hf_quant_config.json"
 PRODUCER = {"name": "modelopt"}
 """Readers of the ModelOpt layout look for this name; it names the layout."""
@@ -55,7 +57,8 @@ def quant_algo(settings: ExportSettings) -> str:
 def modelopt_exclusions(policy: Policy, settings: ExportSettings) -> list[str]:
     """Names of unquantized modules as ModelOpt lists them: the experts of a layer under the name of their container."""
     containers = [
-        module.partition(f"{EXPERTS}.")[0] + EXPERTS if EXPERTS in module else module for module in unquantized_modules(policy, settings)
+        module.partition(f"{EXPERTS}.")[0] + EXPERTS if f"{EXPERTS}." in module else module
+        for module in unquantized_modules(policy, settings)
     ]
     return list(dict.fromkeys(containers))
 

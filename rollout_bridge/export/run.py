@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rollout_bridge.export.encode import encoded_tensors
-from rollout_bridge.export.layout import require_whole_blocks, tensor_plan, unquantized_modules
+from rollout_bridge.export.layout import require_exportable, require_whole_blocks, tensor_plan, unquantized_modules
 from rollout_bridge.export.memory import peak_bytes, resident_bytes
 from rollout_bridge.export.quant_config import MODELOPT_FILE, hf_quant_config, quantization_config
 from rollout_bridge.export.settings import ExportSettings
@@ -96,12 +96,13 @@ def _export(
     max_shard_bytes: int,
     announce: Announce,
 ) -> dict[str, Any]:
+    require_exportable(stored.policy, settings)
     require_whole_blocks(stored.policy, settings)
     layers = settings.quantized_layers(stored.policy.config.num_layers)
     plan = tensor_plan(stored.policy, settings)
     size = sum(spec.num_bytes for spec in plan)
     _require_space(out, size)
-    missing = sorted(set(settings.sites) - set(stored.multipliers))
+    missing = sorted(set(_sites(stored, settings)) - set(stored.multipliers))
     if missing:
         announce(f"calibrating {', '.join(missing)}, with the whole model in memory")
     multipliers = _multipliers(stored, settings, task, overrides) if missing else _checked(stored, stored.multipliers, settings)
@@ -125,7 +126,8 @@ def _export(
         "quantized_layers": list(layers),
         "kv_cache_declared": settings.declare_kv,
         "calibrated_now": bool(missing),
-        "trained_for": stored.meta["config"]["rollout"]["weights"],
+        "trained_for": stored.meta["config"]["rollout"]["weights"] if stored.has_task else None,
+        "residual_fraction_left_out": stored.meta["config"]["rollout"]["residual_compensation"]["fraction"],
         "bytes_float32": stored.params.num_bytes,
         "bytes_bf16": stored.params.num_bytes // 2,
         "bytes_written": size,
@@ -143,9 +145,14 @@ def print_export(result: Mapping[str, Any]) -> None:
         f"{result['export']}: {result['tensors']} tensors, {megabytes['bytes_written']:.2f} MB in {result['format']} "
         f"(BF16: {megabytes['bytes_bf16']:.2f} MB), {result['seconds']:.1f} s, peak memory {megabytes['memory_peak_bytes']:.0f} MB"
     )
-    if result["format"] not in ("bf16", result["trained_for"]):
+    if result["trained_for"] and result["format"] not in ("bf16", result["trained_for"]):
         print(
             f"note: the checkpoint was trained for a rollout in {result['trained_for']}; {result['format']} is quantization after training"
+        )
+    if result["residual_fraction_left_out"]:
+        print(
+            f"note: the run compensated the residual of {result['residual_fraction_left_out']:.0%} of the input channels; an engine that loads "
+            "this does not, unless rollout.engine=vllm drives it"
         )
     if result["values_verified"] is not None:
         print(f"verified: {result['values_verified']} values decode to what the trainer computes with")
@@ -164,8 +171,13 @@ def _multipliers(
     return _checked(stored, calibrated(setup, stored.load()), settings)
 
 
+def _sites(stored: StoredPolicy, settings: ExportSettings) -> list[str]:
+    """The sites whose multipliers are written: those that the family has."""
+    return [site for site in settings.sites if stored.policy.config.layers_of(site)]
+
+
 def _checked(stored: StoredPolicy, multipliers: Mapping[str, Any], settings: ExportSettings) -> dict[str, Float[np.ndarray, " L"]]:
-    values = {site: np.asarray(multipliers[site], np.float32) for site in settings.sites}
+    values = {site: np.asarray(multipliers[site], np.float32) for site in _sites(stored, settings)}
     for site, value in values.items():
         if not (np.isfinite(value) & (value > 0)).all():
             layer = int(np.flatnonzero(~(np.isfinite(value) & (value > 0)))[0])

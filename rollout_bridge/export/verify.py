@@ -18,7 +18,7 @@ from jaxtyping import Shaped
 
 from rollout_bridge.export.decode import ExportedFiles
 from rollout_bridge.export.experts import expert_blocks, on_device, trainer_block
-from rollout_bridge.export.layout import kv_scale_name, kv_site, module_of, tensor_plan
+from rollout_bridge.export.layout import DTYPES, kv_scale_name, kv_site, module_of, plain_dtype, tensor_plan
 from rollout_bridge.export.quant_config import quantization_config
 from rollout_bridge.export.settings import ExportSettings
 from trace_jax.errors import UserError
@@ -74,7 +74,7 @@ def _pairs(files: ExportedFiles, policy: Policy, settings: ExportSettings, param
         if entry.is_expert:
             continue
         master = params.read(entry.path, entry.position)
-        yield entry.name, files.read(entry.name), master.astype(ml_dtypes.bfloat16)
+        yield entry.name, files.read(entry.name), master.astype(DTYPES[plain_dtype(entry)])
         site = kv_site(entry)
         if site in settings.sites:
             name = kv_scale_name(entry, site)
@@ -99,10 +99,12 @@ def _expert_weights(files: ExportedFiles, policy: Policy, fmt: str, params: Para
 
 def _expert_multipliers(files: ExportedFiles, entries: list, multipliers: Multipliers, activations: bool) -> Iterator[Pair]:
     sites = {"gate": "expert_input", "up": "expert_input", "down": "down_input"}
+    by_place = {(entry.path[-1], entry.position[1]): entry for entry in entries}
     for entry in entries:
         module, projection = module_of(entry), entry.path[-1]
         name = f"{module}.weight_scale_2"
-        shared = name.replace("up_proj", "gate_proj") if projection == "up" else name
+        partner = by_place["gate" if projection == "up" else projection, entry.position[1]]
+        shared = f"{module_of(partner)}.weight_scale_2"
         yield name, _positive(name, files.read(name)), files.read(shared)
         if activations:
             name = f"{module}.input_scale"

@@ -7,7 +7,7 @@ import pytest
 
 from trace_jax.layers import partial_sums
 from trace_jax.layers.experts import DENSE_PARAMETERS_LIMIT, ExpertWeights, apply_experts, choose_implementation
-from trace_jax.layers.router import route
+from trace_jax.layers.router import route, route_by_biased_sigmoid
 
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(5, 6)) * 2, jnp.float32)
 
@@ -157,3 +157,35 @@ def test_auto_takes_dense_for_small_layers_only():
     assert choose_implementation("auto", 128, 2048, 768) == "ragged"
     assert choose_implementation("ragged", 8, 64, 32) == "ragged"
     assert choose_implementation("auto", 1, DENSE_PARAMETERS_LIMIT // 3 + 1, 1) == "ragged"
+
+
+@pytest.mark.parametrize(("groups", "kept_groups"), [(1, 1), (3, 2), (3, 1)])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_a_biased_sigmoid_router_ranks_with_the_bias_and_weighs_without_it(groups: int, kept_groups: int, normalised: bool):
+    """A loop over tokens, groups and experts."""
+    bias = jnp.asarray([0.0, 0.6, -0.4, 0.9, 0.1, -0.7], jnp.float32)
+    options = {"groups": groups, "kept_groups": kept_groups, "norm_topk_prob": normalised, "scale": 2.5}
+    ids, weights, own = route_by_biased_sigmoid(LOGITS, bias, 2, **options)
+    for token, logits in enumerate(np.asarray(LOGITS, np.float64)):
+        scores = 1 / (1 + np.exp(-logits))
+        ranked, size = scores + np.asarray(bias), 6 // groups
+        best_two = [np.sort(ranked[group * size : (group + 1) * size])[-2:].sum() for group in range(groups)]
+        kept = np.argsort(best_two)[::-1][:kept_groups]
+        allowed = [expert for expert in np.argsort(-ranked) if expert // size in kept][:2]
+        expected = scores[allowed] / (scores[allowed].sum() if normalised else 1.0) * 2.5
+        assert ids[token].tolist() == own[token].tolist() == allowed
+        np.testing.assert_allclose(weights[token], expected, rtol=1e-5)
+    replay = jnp.asarray([[4, 0]] * 4 + [[-1, -1]], jnp.int32)
+    used, replayed, chosen = route_by_biased_sigmoid(LOGITS, bias, 2, **options, replay=replay)
+    np.testing.assert_array_equal(used, [*replay[:4].tolist(), own[4].tolist()])
+    np.testing.assert_array_equal(chosen, own)
+    assert not np.allclose(replayed[:4], weights[:4])
+
+
+def test_no_gradient_reaches_the_bias_that_ranks():
+    def loss(logits, bias):
+        weights = route_by_biased_sigmoid(logits, bias, 2, groups=3, kept_groups=2, norm_topk_prob=True, scale=1.0)[1]
+        return jnp.sum(jnp.square(weights))
+
+    logits, bias = jax.grad(loss, argnums=(0, 1))(LOGITS, jnp.linspace(-1.0, 1.0, 6))
+    assert np.any(logits) and not np.any(bias)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from model_families import config_of
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 from trace_jax.errors import UserError
-from trace_jax.models.hf import load_hf_directory
+from trace_jax.models.hf import load_hf_directory, save_hf_directory
+from trace_jax.models.key_map import nest, parameter_shapes
+from trace_jax.models.registry import key_map
 
 E4M3 = ml_dtypes.float8_e4m3fn
 GATE = "model.layers.1.mlp.experts.2.gate_proj.weight"
@@ -80,16 +86,11 @@ def test_nvfp4_multiplies_or_divides_by_the_scale_of_the_tensor(checkpoint: Any,
     np.testing.assert_array_equal(gate_of(load_hf_directory(checkpoint.path)), expected)
 
 
-@pytest.mark.parametrize("ending", ["packed", "blocks"])
-def test_mxfp4(checkpoint: Any, codes: NDArray[np.int64], ending: str) -> None:
+def test_mxfp4(checkpoint: Any, codes: NDArray[np.int64]) -> None:
     exponents = np.random.default_rng(4).integers(118, 130, (40, 2)).astype(np.uint8)
     expected = np.array([[FP4[codes[r, c]] * 2.0 ** (int(exponents[r, c // 32]) - 127) for c in range(64)] for r in range(40)], np.float32)
-    if ending == "packed":
-        method, tensors = "compressed-tensors", {f"{GATE}_packed": packed(codes), f"{GATE}_scale": exponents}
-    else:
-        method, tensors = "mxfp4", {f"{GATE}_blocks": packed(codes).reshape(40, 2, 16), f"{GATE}_scales": exponents}
-    checkpoint.edit_tensors(set=tensors, drop=[GATE])
-    checkpoint.edit_config(quantization_config={"quant_method": method})
+    checkpoint.edit_tensors(set={f"{GATE}_packed": packed(codes), f"{GATE}_scale": exponents}, drop=[GATE])
+    checkpoint.edit_config(quantization_config={"quant_method": "compressed-tensors"})
     np.testing.assert_array_equal(gate_of(load_hf_directory(checkpoint.path)), expected)
 
 
@@ -121,3 +122,31 @@ def test_integers_are_refused(checkpoint: Any) -> None:
     checkpoint.edit_config(quantization_config={"quant_method": "compressed-tensors"})
     with pytest.raises(UserError, match="has type I8; take a checkpoint whose weights are of BF16"):
         load_hf_directory(checkpoint.path)
+
+
+def test_mxfp4_of_gpt_oss(tmp_path: Path) -> None:
+    """Blocks along the rows of the matrices that the unquantized files hold transposed; rows of gate and up take turns."""
+    config = config_of("gpt_oss", hidden_size=64, expert_hidden_size=32, num_layers=1, num_experts=3)
+    shapes = parameter_shapes(key_map("gpt_oss", config))
+    rng = np.random.default_rng(5)
+    params = nest({path: rng.integers(-9, 9, shape).astype(np.float32) for path, shape in shapes.items()})
+    save_hf_directory(tmp_path / "plain", "gpt_oss", config, params)
+    tensors, stored = load_file(tmp_path / "plain" / "model.safetensors"), {}
+    prefix = "model.layers.0.mlp.experts."
+    for name, rows, width in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
+        codes, exponents = rng.integers(0, 16, (3, rows, width)), rng.integers(118, 130, (3, rows, width // 32)).astype(np.uint8)
+        del tensors[prefix + name]
+        tensors |= {
+            f"{prefix}{name}_blocks": packed(codes).reshape(3, rows, width // 32, 16),
+            f"{prefix}{name}_scales": exponents,
+        }
+        stored[name] = np.asarray(FP4, np.float32)[codes] * np.repeat(2.0 ** (exponents.astype(np.float32) - 127), 32, axis=-1)
+    content = json.loads((tmp_path / "plain" / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "mxfp4").mkdir()
+    save_file(tensors, tmp_path / "mxfp4" / "model.safetensors")
+    (tmp_path / "mxfp4" / "config.json").write_text(json.dumps(content))
+    group = load_hf_directory(tmp_path / "mxfp4").params["groups"][0]
+    expected = {"gate": stored["gate_up_proj"][:, 0::2], "up": stored["gate_up_proj"][:, 1::2], "down": stored["down_proj"]}
+    for name, values in expected.items():
+        np.testing.assert_array_equal(group["experts"][name][0], values)
+    np.testing.assert_array_equal(group["expert_biases"]["up"], params["groups"][0]["expert_biases"]["up"])

@@ -31,7 +31,17 @@ class ExpertWeights(NamedTuple):
     down: Float[Array, "E D F"]
 
 
+class ExpertBiases(NamedTuple):
+    """What is added to the three products of one layer's experts, or of sorted rows."""
+
+    gate: Float[Array, "E F"]
+    up: Float[Array, "E F"]
+    down: Float[Array, "E D"]
+
+
 QuantizeHidden = Callable[[Float[Array, "*rows F"]], Float[Array, "*rows width"]]
+Activation = Callable[[Float[Array, "*rows F"], Float[Array, "*rows F"]], Float[Array, "*rows F"]]
+"""(gate, up) -> the hidden values, in their dtype."""
 
 
 def choose_implementation(requested: str, num_experts: int, hidden_size: int, expert_hidden_size: int) -> str:
@@ -42,6 +52,26 @@ def choose_implementation(requested: str, num_experts: int, hidden_size: int, ex
     return "dense" if parameters <= DENSE_PARAMETERS_LIMIT else "ragged"
 
 
+def silu_gate(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+    """The usual gate, `silu(gate) * up`, computed in float32 and rounded once."""
+    return keep_rounding((jax.nn.silu(as_stored(gate)) * as_stored(up)).astype(gate.dtype))
+
+
+def clamped_gate(alpha: float, limit: float) -> Activation:
+    """The gate of gpt-oss: `gate * sigmoid(alpha * gate) * (up + 1)`, its operands clamped (arXiv 2508.10925).
+
+    Args:
+      alpha: slope of the sigmoid.
+      limit: largest gate, and largest magnitude of `up`.
+    """
+
+    def activation(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+        clamped, linear = jnp.minimum(as_stored(gate), limit), jnp.clip(as_stored(up), -limit, limit)
+        return keep_rounding((clamped * jax.nn.sigmoid(alpha * clamped) * (linear + 1.0)).astype(gate.dtype))
+
+    return activation
+
+
 def apply_experts(
     x: Float[Array, "N width"],
     ids: Int[Array, "N k"],
@@ -50,6 +80,9 @@ def apply_experts(
     quantize_hidden: QuantizeHidden,
     implementation: str,
     parts: int = 1,
+    *,
+    activation: Activation = silu_gate,
+    biases: ExpertBiases | None = None,
 ) -> Float[Array, "N D"]:
     """Sums the k selected experts of every token, weighted.
 
@@ -62,26 +95,30 @@ def apply_experts(
       implementation: `dense` or `ragged`.
       parts: devices between which the experts are thought to be divided, see `partial_sums`; divides their number. Only a rollout has
         more than one, and a mesh none.
+      activation: makes the input of the down projection from the products with gate and up.
+      biases: added to the products, in the compute dtype; None without.
 
     Returns:
       `[N, D]` in the dtype of `x`.
+
+    Raises:
+      NotImplementedError: biases on a mesh.
     """
     if not in_mesh():
-        return {"dense": _dense, "ragged": _ragged}[implementation](x, ids, mixing, weights, quantize_hidden, parts)
+        apply = {"dense": _dense, "ragged": _ragged}[implementation]
+        return apply(x, ids, mixing, weights, quantize_hidden, parts, activation, biases)
+    if biases is not None:
+        raise NotImplementedError("experts with biases are not divided over a mesh; train this family on one device")
 
     def added(x: Float[Array, "n width"], ids: Int[Array, "n k"], mixing: Float[Array, "n k"], weights: ExpertWeights) -> Array:
-        return jnp.matmul(*_dense_operands(x, ids, mixing, weights, quantize_hidden), preferred_element_type=jnp.float32)
+        return jnp.matmul(*_dense_operands(x, ids, mixing, weights, quantize_hidden, activation), preferred_element_type=jnp.float32)
 
     def products(rows: Float[Array, "m width"], group_sizes: Int[Array, " e"], weights: ExpertWeights) -> Array:
-        return _sorted_products(rows, group_sizes, weights, quantize_hidden)
+        return _sorted_products(rows, group_sizes, weights, quantize_hidden, activation)
 
     if implementation == "dense":
         return expert_parallel.gather_tokens(added, x, ids, mixing, weights)
     return expert_parallel.exchange_rows(products, x, ids, mixing, weights)
-
-
-def _silu_gate(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
-    return keep_rounding((jax.nn.silu(as_stored(gate)) * as_stored(up)).astype(gate.dtype))
 
 
 def _dense(
@@ -91,8 +128,14 @@ def _dense(
     weights: ExpertWeights,
     quantize_hidden: QuantizeHidden,
     parts: int,
+    activation: Activation,
+    biases: ExpertBiases | None,
 ) -> Float[Array, "N D"]:
-    return partial_sums.matmul(*_dense_operands(x, ids, mixing, weights, quantize_hidden), parts)
+    total = partial_sums.matmul(*_dense_operands(x, ids, mixing, weights, quantize_hidden, activation, biases), parts)
+    if biases is None:
+        return total
+    weighted = jnp.sum(biases.down[ids].astype(jnp.float32) * mixing[:, :, None], axis=1)
+    return keep_rounding((as_stored(total) + weighted).astype(x.dtype))
 
 
 def _dense_operands(
@@ -101,6 +144,8 @@ def _dense_operands(
     mixing: Float[Array, "N k"],
     weights: ExpertWeights,
     quantize_hidden: QuantizeHidden,
+    activation: Activation,
+    biases: ExpertBiases | None = None,
 ) -> tuple[Float[Array, "N all_hidden"], Float[Array, "all_hidden D"]]:
     """Hidden values of all experts, with the mixing weights, and the down projections as one matrix; their product is the result."""
     num_experts, hidden, width = weights.gate.shape
@@ -108,8 +153,10 @@ def _dense_operands(
     mixing_per_expert = jnp.sum(one_hot * mixing[:, :, None], axis=1)
     gate = x @ weights.gate.reshape(num_experts * hidden, width).T
     up = x @ weights.up.reshape(num_experts * hidden, width).T
-    activation = quantize_hidden(_silu_gate(gate, up).reshape(-1, num_experts, hidden))
-    folded = keep_rounding((activation.astype(jnp.float32) * mixing_per_expert[:, :, None]).astype(x.dtype))
+    if biases is not None:
+        gate, up = gate + biases.gate.reshape(1, -1), up + biases.up.reshape(1, -1)
+    values = quantize_hidden(activation(gate, up).reshape(-1, num_experts, hidden))
+    folded = keep_rounding((values.astype(jnp.float32) * mixing_per_expert[:, :, None]).astype(x.dtype))
     down = jnp.swapaxes(weights.down, 1, 2).reshape(-1, weights.down.shape[1])
     return folded.reshape(-1, down.shape[0]), down
 
@@ -121,13 +168,16 @@ def _ragged(
     weights: ExpertWeights,
     quantize_hidden: QuantizeHidden,
     parts: int,
+    activation: Activation,
+    biases: ExpertBiases | None,
 ) -> Float[Array, "N D"]:
     tokens, k = ids.shape
     num_experts = weights.gate.shape[0]
     flat_ids = ids.reshape(-1)
     order = jnp.argsort(flat_ids, stable=True)
     group_sizes = jnp.bincount(flat_ids, length=num_experts).astype(jnp.int32)
-    output = _sorted_products(x[order // k], group_sizes, weights, quantize_hidden)
+    of_rows = None if biases is None else ExpertBiases(*(bias[flat_ids[order]] for bias in biases))
+    output = _sorted_products(x[order // k], group_sizes, weights, quantize_hidden, activation, of_rows)
     unsorted = jnp.zeros_like(output).at[order].set(output, unique_indices=True)
     weighted = unsorted.reshape(tokens, k, -1).astype(jnp.float32) * mixing[:, :, None]
     device = (ids // (num_experts // parts))[:, :, None]
@@ -136,9 +186,16 @@ def _ragged(
 
 
 def _sorted_products(
-    rows: Float[Array, "M width"], group_sizes: Int[Array, " E"], weights: ExpertWeights, quantize_hidden: QuantizeHidden
+    rows: Float[Array, "M width"],
+    group_sizes: Int[Array, " E"],
+    weights: ExpertWeights,
+    quantize_hidden: QuantizeHidden,
+    activation: Activation,
+    biases: ExpertBiases | None = None,
 ) -> Float[Array, "M D"]:
-    """Each row through its expert; the rows are sorted by expert."""
-    gate = grouped_matmul(rows, weights.gate, group_sizes)
-    up = grouped_matmul(rows, weights.up, group_sizes)
-    return grouped_matmul(quantize_hidden(_silu_gate(gate, up)), weights.down, group_sizes)
+    """Each row through its expert; the rows are sorted by expert, and the biases are those of the rows."""
+    gate, up = grouped_matmul(rows, weights.gate, group_sizes), grouped_matmul(rows, weights.up, group_sizes)
+    if biases is not None:
+        gate, up = gate + biases.gate, up + biases.up
+    output = grouped_matmul(quantize_hidden(activation(gate, up)), weights.down, group_sizes)
+    return output if biases is None else keep_rounding(output + biases.down)

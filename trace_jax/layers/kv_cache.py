@@ -37,11 +37,26 @@ class CacheSide:
 
 @register_arrays
 @dataclass(frozen=True)
+class RecurrentState:
+    """What layers of linear attention keep instead of keys and values; its size does not depend on the length.
+
+    Args:
+      state: float32 `[L, B, H, key, value]`.
+      inputs: the newest inputs of the convolution `[L, B, taps - 1, channels]`, compute dtype.
+    """
+
+    state: Float[Array, "L B H key value"]
+    inputs: Float[Array, "L B before channels"]
+
+
+@register_arrays
+@dataclass(frozen=True)
 class KVCache:
-    """Both sides of the cache."""
+    """Both sides of the cache, and the state of the layers that have none."""
 
     k: CacheSide
     v: CacheSide
+    recurrent: RecurrentState | None = None
 
     @property
     def num_slots(self) -> int:

@@ -54,7 +54,7 @@ def run_decoder(
     reports = {kind: _in_order(found, kind) for kind in ("captured", "observed", "parity", "routes")}
     none = jnp.zeros((*inputs.tokens.shape, 0, config.experts_per_token), jnp.int32)
     return ForwardOutput(
-        hidden=normed(x, model.final_norm, config.rms_norm_eps),
+        hidden=normed(x, model.final_norm, config.rms_norm_eps, config.NORM_OFFSET),
         routes=jnp.moveaxis(reports["routes"]["used"], 0, 2) if reports["routes"] else none,
         own_routes=jnp.moveaxis(reports["routes"]["own"], 0, 2) if reports["routes"] else none,
         captured=reports["captured"],
@@ -83,7 +83,7 @@ def _run_group(
     ) -> tuple[tuple[Float[Array, "B T D"], KVCache | None], list[Reports]]:
         (x, cache), reports = carry, []
         for graphdef, member, (state, *given) in zip(graphdefs, members, xs, strict=True):
-            scope = LayerScope(*given, cache, inputs, options)
+            scope = LayerScope(*given, cache=cache, inputs=inputs, options=options)
             x = constrain(apply_layer(nnx.merge(graphdef, gathered(state)), member.kind, x, scope), BATCH)
             cache = scope.cache
             reports.append(scope.reports)
@@ -99,8 +99,8 @@ def _run_group(
 def _given(member: Stack, config: DecoderConfig, routes: Shaped[Array, "Lm B T k"] | None, inputs: ForwardInputs) -> tuple[Any, ...]:
     """What the layers of a stack take from the inputs of all layers, with a leading axis over its layers."""
     ids = np.asarray(member.layer_ids, np.int32)
-    cached = config.cache_layer_ids
-    slots = np.searchsorted(cached, ids).astype(np.int32) if cached else np.zeros_like(ids)
+    kept = config.recurrent_layer_ids if member.layer_ids[0] in config.recurrent_layer_ids else config.cache_layer_ids
+    slots = np.searchsorted(kept, ids).astype(np.int32)
     everywhere = places(member.layer_ids, tuple(range(config.num_layers)))
     multipliers = {site: values[everywhere] for site, values in inputs.multipliers.items()}
     channels = {site: values[everywhere] for site, values in inputs.channels.items()}
@@ -117,7 +117,8 @@ def _in_order(found: Sequence[tuple[tuple[int, ...], Reports]], kind: str) -> di
         parts = [(ids, reports[kind][name]) for ids, reports in found if name in reports.get(kind, {})]
         if len(parts) == 1:
             merged[name] = parts[0][1]
-            continue
-        order = np.argsort(np.concatenate([ids for ids, _ in parts]))
-        merged[name] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[order], *(part for _, part in parts))
+        else:
+            ids, reports = zip(*parts, strict=True)
+            order = np.argsort(np.concatenate(ids))
+            merged[name] = jax.tree.map(lambda *leaves, order=order: jnp.concatenate(leaves)[order], *reports)
     return merged

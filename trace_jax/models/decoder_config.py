@@ -74,6 +74,12 @@ class DecoderConfig:
     """
 
     FAMILY: ClassVar[str]
+    MODEL_TYPE: ClassVar[str] = ""
+    """`model_type` of Hugging Face configs, where it is not the family's name."""
+
+    NORM_OFFSET: ClassVar[float] = 0.0
+    """What is added to the weights of norms: 1 where the files hold their distance from 1."""
+
     CACHE_REASON: ClassVar[str] = ""
     """Why the cache of a family without sites `k` and `v` cannot be rounded, as the end of a sentence that begins with the family."""
 
@@ -131,6 +137,16 @@ class DecoderConfig:
     def cache_layer_ids(self) -> tuple[int, ...]:
         """Global ids of the layers that the decode cache has a place for."""
         return self.layers_of("k")
+
+    @property
+    def recurrent_layer_ids(self) -> tuple[int, ...]:
+        """Global ids of the layers of linear attention."""
+        return ()
+
+    @property
+    def recurrent_shape(self) -> tuple[int, int, int, int, int]:
+        """Of one sequence in one such layer: heads, widths of a key and of a value, earlier inputs of the convolution, its channels."""
+        raise ValueError(f"{self.FAMILY} has no layers of linear attention")
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:

@@ -14,16 +14,16 @@ from trace_jax.models.decoder_config import DecoderConfig
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.key_map import Entry, LayerTensor, attention_tensors, decoder_entries, layer_norm_tensors, mlp_tensors
 from trace_jax.models.layer_scope import LayerScope
-from trace_jax.models.modules import Attention, Decoder, Mlp, ones
+from trace_jax.models.modules import Attention, Decoder, Mlp, norm
 
 
 class Layer(nnx.Module):
     """One decoder layer."""
 
     def __init__(self, config: DecoderConfig, hidden: int, rngs: nnx.Rngs, *, norms: tuple[int, int] | None, biases: str):
-        self.input_norm = ones(config.hidden_size)
+        self.input_norm = norm(config, config.hidden_size)
         self.attention = Attention(config, rngs, norms=norms, biases=biases)
-        self.post_attention_norm = ones(config.hidden_size)
+        self.post_attention_norm = norm(config, config.hidden_size)
         self.mlp = Mlp(config, hidden, rngs)
 
 

@@ -22,8 +22,9 @@ from jax.typing import DTypeLike
 
 from trace_jax.errors import UserError
 from trace_jax.files import flush_to_disk
+from trace_jax.models.hf_config import agreeing
 from trace_jax.models.hf_tensors import Source, entries_in, from_hf_tensors, to_hf_tensors
-from trace_jax.models.key_map import Entry, file_shapes, parameter_shapes
+from trace_jax.models.key_map import FLOAT32_LEAVES, Entry, file_shapes, parameter_shapes
 from trace_jax.models.quantized_files import QuantizedTensorFiles
 from trace_jax.models.registry import FAMILIES, key_map
 from trace_jax.models.tensor_files import TensorFiles, read_json, write_tensors
@@ -81,12 +82,13 @@ def open_hf_directory(path: str | Path, upcycling: Upcycling | None = None) -> I
     quantization = config_json.pop("quantization_config", None)
     family, config = _read_config(directory, config_json)
     with TensorFiles(directory) if quantization is None else QuantizedTensorFiles(directory, quantization) as files:
+        further = _further_layers(config_json, config.num_layers)
         source: Source = files
         if upcycling is not None:
             target = upcycling_target(family)
             family, config = _read_config(directory, target.config(config_json, upcycling))
             source = UpcycledFiles(files, target, config.num_layers, upcycling)
-        yield OpenHfCheckpoint(family, config, entries_in(source, config, key_map(family, config)), source)
+        yield OpenHfCheckpoint(family, config, entries_in(source, config, key_map(family, config), further), source)
 
 
 def load_hf_directory(path: str | Path) -> HfCheckpoint:
@@ -129,7 +131,8 @@ def save_hf_directory(
     if tokenizer_dir is not None and not carried:
         raise UserError(f"{tokenizer_dir} holds no tokenizer or generation file such as tokenizer.json; give a tokenizer directory")
     with appearing_directory(target) as directory:
-        write_tensors(directory, list(file_shapes(entries).items()), to_hf_tensors(entries, params), stored, max_shard_bytes)
+        kept = frozenset(entry.name for entry in entries if entry.path[-1] in FLOAT32_LEAVES)
+        write_tensors(directory, list(file_shapes(entries).items()), to_hf_tensors(entries, params), stored, max_shard_bytes, kept)
         write_config(directory, family, config, torch_dtype=stored.name)
         for file in carried:
             shutil.copyfile(file, directory / file.name)
@@ -170,9 +173,12 @@ def carried_files(directory: str | Path) -> list[Path]:
 
 
 def _read_config(directory: Path, config_json: dict[str, Any]) -> tuple[str, Any]:
-    family = config_json.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise UserError(f"{directory}: config.json: model_type is {family!r}; take a checkpoint of a supported type: {', '.join(FAMILIES)}")
+    model_type = config_json.get("model_type")
+    family = next((name for name, made in FAMILIES.items() if model_type in (name, made.MODEL_TYPE or name)), None)
+    if family is None:
+        raise UserError(
+            f"{directory}: config.json: model_type is {model_type!r}; take a checkpoint of a supported type: {', '.join(FAMILIES)}"
+        )
     try:
         return family, _hf_config(family).from_hf(config_json)
     except UserError as error:
@@ -181,3 +187,9 @@ def _read_config(directory: Path, config_json: dict[str, Any]) -> tuple[str, Any
 
 def _hf_config(family: str) -> ModuleType:
     return importlib.import_module(f"trace_jax.models.{family}.hf_config")
+
+
+def _further_layers(config_json: dict[str, Any], count: int) -> range:
+    """Layers behind the decoder's own that predict further tokens; families that have none have refused the keys."""
+    further = agreeing({name: config_json.get(name) for name in ("num_nextn_predict_layers", "num_mtp_layers")})
+    return range(count, count + (further or 0))

@@ -13,7 +13,9 @@ from trace_jax.models.hf_config import agreeing, boolean, integer, number, requi
 _TYPE_KEYS = ("rope_type", "type")
 _PLAIN = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _SCALING = {
-    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim"},
+    "yarn": {
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim",
+    },
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
 }  # fmt: skip
 
@@ -35,7 +37,12 @@ class Rope(NamedTuple):
 
 
 def read_rope(
-    config_json: Mapping[str, Any], *, kinds: tuple[str, ...] = (), partial: bool = False, default_theta: float | None = None
+    config_json: Mapping[str, Any],
+    *,
+    kinds: tuple[str, ...] = (),
+    partial: bool = False,
+    default_theta: float | None = None,
+    default_share: float = 1.0,
 ) -> Rope:
     """All rope keys, after they were checked against each other.
 
@@ -43,6 +50,7 @@ def read_rope(
       kinds: the scaled rope types that the family computes, beside `default`.
       partial: whether a part of a head may be rotated.
       default_theta: base where the file does not state one; None if it must.
+      default_share: what is rotated of a head where the file does not say.
 
     Raises:
       UserError: another rope type, an unknown, missing or contradicting key, or a wrong type.
@@ -76,7 +84,7 @@ def read_rope(
     return Rope(
         theta=number("rope_theta", default_theta if found is None else found),
         scaling=agreeing(scalings),
-        rotated=1.0 if share is None else number("partial_rotary_factor", share),
+        rotated=default_share if share is None else number("partial_rotary_factor", share),
         mscale_all_dim=agreeing(mscales) or 0.0,
     )
 

@@ -184,7 +184,8 @@ def _fused_entries(config: DecoderConfig, files: Source, prefix: str, expert: En
     if not transposed and shapes != ((experts, 2 * hidden, width), (experts, width, hidden)):
         raise UserError(
             f"{files.directory}: wrong shape: {names[0]} is {shapes[0]} and {names[1]} is {shapes[1]}, not "
-            f"{(experts, 2 * hidden, width)} and {(experts, width, hidden)} or both transposed; weights and config.json must describe one model"
+            f"{(experts, 2 * hidden, width)} and {(experts, width, hidden)} or both transposed; weights and config.json must describe "
+            "one model"
         )
     whole, path, place = slice(None), expert.path[:-1], expert.position[:1]
     for part, rows in {"gate": slice(0, hidden), "up": slice(hidden, 2 * hidden)}.items():

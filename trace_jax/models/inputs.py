@@ -62,6 +62,7 @@ class ForwardInputs:
       routes: expert ids to replay at the layers that have experts, -1 where the router is free.
       guides: the rollout's guidance record.
       cache: keys and values of earlier tokens; the forward appends to it.
+      counting: tokens that enter the state of recurrent layers; None for all. In each row they come first.
       channels: channels of the experts' inputs whose residual is compensated, per site and layer; the experts' weights have their columns
         once more (`with_channel_columns`).
     """
@@ -73,6 +74,7 @@ class ForwardInputs:
     routes: Int[Array, "B T Lm k"] | None = None
     guides: GuideBatch | None = None
     cache: KVCache | None = None
+    counting: Bool[Array, "B T"] | None = None
     channels: Channels = field(default_factory=dict)
 
 

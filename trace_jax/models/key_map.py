@@ -20,7 +20,7 @@ TreePath: TypeAlias = tuple[str | int, ...]
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-FLOAT32_LEAVES = ("router_bias",)
+FLOAT32_LEAVES = ("router_correction",)
 """Last keys of parameters that engines and files keep in float32: they only rank experts, and in BF16 ranks would change."""
 
 
@@ -89,11 +89,13 @@ def decoder_entries(config: DecoderConfig, of_layer: Callable[[str], Iterable[La
     return entries
 
 
-def attention_tensors(config: DecoderConfig, norms: tuple[int, int] | None = None, biases: str = "") -> Iterator[LayerTensor]:
+def attention_tensors(
+    config: DecoderConfig, norms: tuple[int, int] | None = None, biases: str = "", gated: bool = False
+) -> Iterator[LayerTensor]:
     """The tensors of `modules.Attention`, without sinks."""
     width, head = config.hidden_size, config.head_dim
     query, key = config.num_heads * head, config.num_kv_heads * head
-    for letter, shape in {"q": (query, width), "k": (key, width), "v": (key, width), "o": (width, query)}.items():
+    for letter, shape in {"q": (query * (1 + gated), width), "k": (key, width), "v": (key, width), "o": (width, query)}.items():
         yield LayerTensor(f"self_attn.{letter}_proj.weight", shape, ("attention", f"{letter}_proj"))
         if letter in biases:
             yield LayerTensor(f"self_attn.{letter}_proj.bias", shape[:1], ("attention", f"{letter}_bias"))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from trace_jax.layers.kv_cache import KVCache, append, read
+from trace_jax.layers.kv_cache import KVCache, RecurrentState, append, read
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, SiteValues
 from trace_jax.quantization.channels import channel_energy
 from trace_jax.quantization.sites import Captured, parity_agreement, round_site
@@ -21,7 +22,7 @@ class LayerScope:
 
     Args:
       layer_id: global id, traced.
-      cache_slot: index of the layer among those with a cache, traced.
+      cache_slot: index of the layer among those that keep the same thing in the cache, traced.
       multipliers: the layer's static multipliers by site.
       channels: the layer's compensated channels by site.
       replay: expert ids to use instead of the router's; None without replay.
@@ -80,15 +81,29 @@ class LayerScope:
         if cache is None:
             return key, value
         positions = self.inputs.positions
-        self.cache = cache = KVCache(
-            append(cache.k, self.cache_slot, positions, key, self._kept.get("k")),
-            append(cache.v, self.cache_slot, positions, value, self._kept.get("v")),
+        self.cache = cache = replace(
+            cache,
+            k=append(cache.k, self.cache_slot, positions, key, self._kept.get("k")),
+            v=append(cache.v, self.cache_slot, positions, value, self._kept.get("v")),
         )
         widths = key.shape[-1], value.shape[-1]
         return (
             read(cache.k, self.cache_slot, widths[0], self.multipliers.get("k"), dtype),
             read(cache.v, self.cache_slot, widths[1], self.multipliers.get("v"), dtype),
         )
+
+    def recurrent(self) -> tuple[Float[Array, "B H key value"], Float[Array, "B before channels"]] | None:
+        """State and earlier inputs of a layer of linear attention; None without a cache."""
+        if self.cache is None or self.cache.recurrent is None:
+            return None
+        return self.cache.recurrent.state[self.cache_slot], self.cache.recurrent.inputs[self.cache_slot]
+
+    def keep_recurrent(self, state: Float[Array, "B H key value"], inputs: Float[Array, "B before channels"]) -> None:
+        """Replaces them; does nothing without a cache."""
+        if self.cache is None or self.cache.recurrent is None:
+            return
+        old, slot = self.cache.recurrent, self.cache_slot
+        self.cache = replace(self.cache, recurrent=RecurrentState(old.state.at[slot].set(state), old.inputs.at[slot].set(inputs)))
 
     def key_positions(self) -> Int[Array, "B S"]:
         """Positions of the keys that the attention reads."""

@@ -23,19 +23,30 @@ class Attention(nnx.Module):
       norms: lengths of the norms of queries and keys: of one head, or of all together; None without them.
       biases: letters of the projections that have a bias, of `qkvo`.
       sinks: whether every query head has a logit of its own that no value belongs to.
+      gated: whether each head's query has a gate behind it, by whose sigmoid what the head attended to is multiplied.
     """
 
+    o_bias: nnx.Param
+    sinks: nnx.Param
+
     def __init__(
-        self, config: DecoderConfig, rngs: nnx.Rngs, *, norms: tuple[int, int] | None = None, biases: str = "", sinks: bool = False
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        *,
+        norms: tuple[int, int] | None = None,
+        biases: str = "",
+        sinks: bool = False,
+        gated: bool = False,
     ):
         width, head = config.hidden_size, config.head_dim
         rows = {"q": config.num_heads * head, "k": config.num_kv_heads * head, "v": config.num_kv_heads * head, "o": width}
-        self.q_proj = linear(rngs, rows["q"], width)
+        self.q_proj = linear(rngs, rows["q"] * (1 + gated), width)
         self.k_proj = linear(rngs, rows["k"], width)
         self.v_proj = linear(rngs, rows["v"], width)
         self.o_proj = linear(rngs, width, rows["q"], gain=output_gain(config))
         if norms is not None:
-            self.q_norm, self.k_norm = ones(norms[0]), ones(norms[1])
+            self.q_norm, self.k_norm = norm(config, norms[0]), norm(config, norms[1])
         for letter in biases:
             setattr(self, f"{letter}_bias", zeros(rows[letter]))
         if sinks:
@@ -89,7 +100,7 @@ class Decoder(nnx.Module):
         for group in config.groups:
             stacks = [stack(kind, group) for kind in group.kinds]
             self.groups.append(stacks[0] if len(stacks) == 1 else nnx.List(stacks))
-        self.final_norm = ones(config.hidden_size)
+        self.final_norm = norm(config, config.hidden_size)
         if not config.tie_embeddings:
             self.lm_head = Table(config, rngs)
 
@@ -100,9 +111,9 @@ def linear(rngs: nnx.Rngs, *shape: int, gain: float = 1.0) -> nnx.Param:
     return nnx.Param(deviation * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
-def ones(size: int) -> nnx.Param:
-    """The weight of a norm."""
-    return nnx.Param(jnp.ones(size, jnp.float32))
+def norm(config: DecoderConfig, size: int) -> nnx.Param:
+    """The weight of a norm that leaves magnitudes as they are."""
+    return nnx.Param(jnp.full(size, 1.0 - config.NORM_OFFSET, jnp.float32))
 
 
 def zeros(*shape: int) -> nnx.Param:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from trace_jax.layers.experts import choose_implementation
-from trace_jax.layers.kv_cache import KVCache, init_cache
+from trace_jax.layers.kv_cache import KVCache, RecurrentState, init_cache
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.registry import ModelConfig, Params, apply, output_head
 from trace_jax.quantization.plan import QuantPlan
@@ -51,7 +51,13 @@ class Policy:
         """A cache for `batch` sequences of at most `slots` tokens, in the formats of the plan."""
         config, dtype = self.config, jnp.dtype(self.compute_dtype)
         heads, key, value = config.cache_shape
-        return init_cache(len(config.cache_layer_ids), batch, slots, heads, key, plan, dtype, value)
+        cache = init_cache(len(config.cache_layer_ids), batch, slots, heads, key, plan, dtype, value)
+        layers = len(config.recurrent_layer_ids)
+        if not layers:
+            return cache
+        heads, key, value, earlier, channels = config.recurrent_shape
+        state = jnp.zeros((layers, batch, heads, key, value), jnp.float32)
+        return replace(cache, recurrent=RecurrentState(state, jnp.zeros((layers, batch, earlier, channels), dtype)))
 
     def head(self, params: Params) -> Any:
         """The output head `[V, D]`."""

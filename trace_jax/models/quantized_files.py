@@ -7,7 +7,7 @@ unquantized checkpoint has, under its name. Four layouts are read, told by `quan
 * `compressed-tensors`: E4M3 with `NAME_scale` (one, or one per row); `NAME_packed`, E4M3 `NAME_scale` and the *divisor* `NAME_global_scale`
   (NVFP4); `NAME_packed` and E8M0 `NAME_scale` (MXFP4);
 * `modelopt`: E4M3 with `NAME_scale`; packed `NAME`, E4M3 `NAME_scale` and the *factor* `NAME_scale_2` (NVFP4);
-* `mxfp4` (gpt-oss): `NAME_blocks` and E8M0 `NAME_scales`.
+* `mxfp4` (gpt-oss): `NAME_blocks` and E8M0 `NAME_scales`, blocks along rows; unquantized, gpt-oss has these matrices transposed.
 
 Scales of activations and of the KV cache belong to the engine that served the checkpoint and are passed over: a policy calibrates its own.
 """
@@ -72,7 +72,7 @@ class QuantizedTensorFiles(TensorFiles):
         data, *_ = self._parts[name]
         shape = super().shape(data)
         if data.endswith("_blocks"):
-            return (*shape[:-2], shape[-2] * shape[-1] * 2)
+            return (*shape[:-3], shape[-2] * shape[-1] * 2, shape[-3])
         return (*shape[:-1], shape[-1] * 2) if self._is_packed(name) else shape
 
     def read(self, name: str) -> Float[np.ndarray, "*shape"]:
@@ -87,7 +87,7 @@ class QuantizedTensorFiles(TensorFiles):
         codes, found = self.stored(data), {scale.removeprefix(name): self.stored(scale) for scale in scales}
         try:
             if data.endswith("_blocks"):
-                values = _mxfp4(codes.reshape(*codes.shape[:-2], -1), found["_scales"])
+                values = _mxfp4(codes.reshape(*codes.shape[:-2], -1), found["_scales"]).swapaxes(-1, -2)
             elif self._is_packed(name):
                 values = _packed(codes, found)
             else:

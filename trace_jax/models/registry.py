@@ -18,6 +18,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from trace_jax.errors import UserError
 from trace_jax.models.decoder_config import DecoderConfig
+from trace_jax.models.deepseek_v3.config import DeepseekV3Config
+from trace_jax.models.glm4_moe.config import Glm4MoeConfig
+from trace_jax.models.gpt_oss.config import GptOssConfig
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.key_map import Entry
 from trace_jax.models.llama.config import LlamaConfig
@@ -25,6 +28,7 @@ from trace_jax.models.mixtral.config import MixtralConfig
 from trace_jax.models.modules import Decoder
 from trace_jax.models.olmoe.config import OlmoeConfig
 from trace_jax.models.qwen3.config import Qwen3Config
+from trace_jax.models.qwen3_5_moe.config import Qwen35MoeConfig
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
 from trace_jax.sharding.axes import constrain
 
@@ -35,8 +39,12 @@ ModelConfig = DecoderConfig
 """Config of any supported family."""
 
 FAMILIES: dict[str, type[ModelConfig]] = {
-    config.FAMILY: config for config in (Qwen3MoeConfig, OlmoeConfig, MixtralConfig, Qwen3Config, LlamaConfig)
-}
+    config.FAMILY: config
+    for config in (
+        Qwen3MoeConfig, Qwen35MoeConfig, OlmoeConfig, MixtralConfig, GptOssConfig, Glm4MoeConfig, DeepseekV3Config,
+        Qwen3Config, LlamaConfig,
+    )
+}  # fmt: skip
 """Family name -> its config class. The modules `modeling`, `params` and `hf_config` of `trace_jax.models.<family>` hold the rest."""
 
 

@@ -15,16 +15,16 @@ from trace_jax.models.decoder import run_decoder
 from trace_jax.models.decoder_config import MoeConfig
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.layer_scope import LayerScope
-from trace_jax.models.modules import Attention, Decoder, Experts, linear, ones
+from trace_jax.models.modules import Attention, Decoder, Experts, linear, norm
 
 
 class Layer(nnx.Module):
     """One decoder layer."""
 
     def __init__(self, config: MoeConfig, rngs: nnx.Rngs, *, norms: tuple[int, int] | None, biases: str):
-        self.input_norm = ones(config.hidden_size)
+        self.input_norm = norm(config, config.hidden_size)
         self.attention = Attention(config, rngs, norms=norms, biases=biases)
-        self.post_attention_norm = ones(config.hidden_size)
+        self.post_attention_norm = norm(config, config.hidden_size)
         self.router = linear(rngs, config.num_experts, config.hidden_size)
         self.experts = Experts(config, rngs)
 

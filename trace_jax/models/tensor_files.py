@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,8 @@ class TensorFiles:
         """
         if not np.isfinite(values).all():
             raise UserError(
-                f"{self.directory / self._file_of.get(name, '')}: {name} holds NaN or infinity; the checkpoint is damaged: take an earlier one"
+                f"{self.directory / self._file_of.get(name, '')}: {name} holds NaN or infinity; the checkpoint is damaged: take an "
+                "earlier one"
             )
         return values
 
@@ -165,6 +167,7 @@ def write_tensors(
     tensors: Iterable[tuple[str, Float[np.ndarray, "*_"]]],
     dtype: np.dtype,
     max_shard_bytes: int,
+    float32: frozenset[str] = frozenset(),
 ) -> None:
     """Writes tensors to one file, or to shards with an index where they exceed `max_shard_bytes`.
 
@@ -174,12 +177,15 @@ def write_tensors(
       tensors: names and float32 values; consumed one shard at a time.
       dtype: stored type; float32 is rounded to nearest even.
       max_shard_bytes: limit of one file's tensors; a larger tensor gets a file of its own.
+      float32: names of tensors that are stored in float32 all the same.
 
     Raises:
       UserError: a value is not finite in `dtype`.
       OSError: the file cannot be written.
     """
-    shards = plan_shards(shapes, dtype.itemsize, max_shard_bytes)
+    types = {name: np.dtype(np.float32) if name in float32 else dtype for name, _ in shapes}
+    sizes = {name: math.prod(shape) * types[name].itemsize for name, shape in shapes}
+    shards = plan_shards([(name, (size,)) for name, size in sizes.items()], 1, max_shard_bytes)
     stream = iter(tensors)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
@@ -189,14 +195,14 @@ def write_tensors(
             name, values = next(stream)
             if name != expected:
                 raise ValueError(f"tensor {name} came where {expected} was planned; give shapes and tensors in one order")
-            shard[name] = narrowed(name, values, dtype)
+            shard[name] = narrowed(name, values, types[name])
             weight_map[name] = file
         try:
             save_file(shard, directory / file, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from error
     if len(shards) > 1:
-        write_index(directory, weight_map, sum(int(np.prod(shape)) for _, shape in shapes) * dtype.itemsize)
+        write_index(directory, weight_map, sum(sizes.values()))
 
 
 def shard_name(number: int, count: int) -> str:

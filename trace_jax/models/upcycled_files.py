@@ -1,8 +1,8 @@
 """A dense checkpoint seen as a mixture of experts that computes the same function ("sparse upcycling").
 
 Every expert is a copy of the dense layer, so it does not matter which ones the router picks: the mixing weights of the picked experts sum
-to one. Or the dense layer is split: expert `e` holds slice `e % k` of its hidden units, with the down projection times k, and the k experts of
-one copy have the same row in the router, so that all slices of a copy are picked together and each weighs 1/k.
+to one. Or the dense layer is split: expert `e` holds slice `e % k` of its hidden units, with the down projection times k, and the k
+experts of one copy have the same row in the router, so that all slices of a copy are picked together and each weighs 1/k.
 
 Nothing is held in memory: an expert is cut from the dense tensor when it is read.
 
@@ -60,7 +60,8 @@ class Upcycling:
             )
         if self.split and self.num_experts % self.experts_per_token:
             raise UserError(
-                f"--split needs whole copies of the dense layer: {self.num_experts} experts are no multiple of {self.experts_per_token} a token"
+                f"--split needs whole copies of the dense layer: {self.num_experts} experts are no multiple of {self.experts_per_token} "
+                "a token"
             )
 
 

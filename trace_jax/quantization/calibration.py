@@ -95,7 +95,7 @@ def choose_channels(
     }
 
 
-def _over_all_layers(values: Shaped[np.ndarray, "Ls *width"], layer_ids: tuple[int, ...], count: int) -> Shaped[np.ndarray, "L *width"]:
+def _over_all_layers(values: Shaped[np.ndarray, " Ls *width"], layer_ids: tuple[int, ...], count: int) -> Shaped[np.ndarray, " L *width"]:
     """Values of the layers that have a site, with zeros for those that do not."""
     full = np.zeros((count, *values.shape[1:]), values.dtype)
     full[list(layer_ids)] = values

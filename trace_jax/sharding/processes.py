@@ -70,8 +70,8 @@ def join(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes; the only one, or number 0."""
-    return jax.process_index() == 0
+    """Whether this is the process that writes; the only one, or number 0. Asking takes no device."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def gathered(value: Value) -> list[Value]:

@@ -1,9 +1,9 @@
 """Orbax checkpoints: params, optimizer, multipliers and one JSON document, each an item of its own.
 
 `checkpoints/<step>/{params,optimizer,multipliers,meta,manifest.json}` (no optimizer where nothing was trained), and `served` where the
-rollout engine has older weights than `params` (`sync.every`), because the steps that follow depend on them. Orbax writes a step under a temporary name and renames
-it when it is whole, so whatever has a number for a name is complete. The JSON holds counters, data position, the policy's
-description, compensated channels and the resolved config of the run; the manifest holds a checksum of every file.
+rollout engine has older weights than `params` (`sync.every`), because the steps that follow depend on them. Orbax writes a step under a
+temporary name and renames it when it is whole, so whatever has a number for a name is complete. The JSON holds counters, data position,
+the policy's description, compensated channels and the resolved config of the run; the manifest holds a checksum of every file.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Checkpoints:
     def _open(self) -> ocp.CheckpointManager:
         """The manager, made on first use, because it creates the directory: a run that fails before must leave nothing."""
         if self._manager is None:
-            seal = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
+            # Folders are made before `save` returns: Orbax's threads wait for those that cannot be made, and the program does not end.
+            seal = ocp.options.AsyncOptions(post_finalization_callback=self._seal, create_directories_asynchronously=False)
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=True, async_options=seal)
             self._manager = ocp.CheckpointManager(self.directory.absolute(), options=options)
         return self._manager

@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from trace_jax.config import from_mapping
 from trace_jax.models.hf import open_hf_directory
 from trace_jax.models.hf_tensors import Source
 from trace_jax.models.key_map import Entry, TreePath, parameter_shapes
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import key_map
-from trace_jax.train.import_checkpoint import CARRIED, fitting_tokenizer
+from trace_jax.train.import_checkpoint import CARRIED, fitting_tokenizer, untrained_settings
 from trace_jax.train.stored_policy import StoredPolicy
 
 
@@ -73,7 +72,7 @@ def open_hf_policy(directory: Path, opened: ExitStack) -> StoredPolicy:
     family, config, entries, files = opened.enter_context(open_hf_directory(directory))
     tokenizer = fitting_tokenizer(directory, config.vocab_size)
     tokenizer = str(directory.absolute()) if tokenizer == CARRIED else tokenizer
-    settings = from_mapping({"model": {"family": family, "config": config.to_dict()}, "tokenizer": tokenizer})
+    settings = untrained_settings(family, config, tokenizer)
     params = HfParams(files, entries, parameter_shapes(key_map(family, config)))
     meta = {"progress": {"version": 0}, "config": settings.model_dump(mode="json")}
     return StoredPolicy(directory, Policy(family, config), params, {}, tokenizer, meta, has_task=False)

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from trace_jax.config import from_mapping
+from trace_jax.config import Config, from_mapping
 from trace_jax.errors import UserError
 from trace_jax.models.gguf_file import write_hf_directory
 from trace_jax.models.hf import carried_files, open_hf_directory
 from trace_jax.models.hf_tensors import pieces
 from trace_jax.models.policy import Policy
-from trace_jax.models.registry import param_shapes
+from trace_jax.models.registry import ModelConfig, param_shapes
 from trace_jax.models.upcycled_files import Upcycling
 from trace_jax.tokenizers import load_tokenizer
 from trace_jax.train.checkpoint import Checkpoints, Progress
@@ -68,7 +68,7 @@ def _import_directory(source: Path, folder: Path, upcycling: Upcycling | None) -
         for file in carried_files(source):
             (folder / CARRIED).mkdir(exist_ok=True)
             shutil.copy2(file, folder / CARRIED / file.name)
-        settings = from_mapping({"model": {"family": family, "config": config.to_dict()}, "tokenizer": tokenizer})
+        settings = untrained_settings(family, config, tokenizer)
         shapes = param_shapes(family, config)
         checkpoints = Checkpoints(folder / "checkpoints")
         state = TrainState(placeholders(shapes), {}, {})
@@ -77,6 +77,16 @@ def _import_directory(source: Path, folder: Path, upcycling: Upcycling | None) -
         fill(folder / "checkpoints" / "0", shapes, pieces(opened.files, opened.entries))
     count = sum(int(np.prod(leaf.shape, dtype=np.int64)) for leaf in jax.tree.leaves(shapes))
     return {"family": family, "parameters": count, "tokenizer": tokenizer, "config": config.to_dict()}
+
+
+def untrained_settings(family: str, config: ModelConfig, tokenizer: str) -> Config:
+    """The settings of a policy that was not trained here; its rollout rounds what the family has and nothing else."""
+    values: dict[str, Any] = {"model": {"family": family, "config": config.to_dict()}, "tokenizer": tokenizer}
+    if not config.moe_layer_ids:
+        return from_mapping({**values, "method": "bf16"})
+    if config.layers_of("k"):
+        return from_mapping(values)
+    return from_mapping({**values, "rollout": {"kv_cache": {"k": "bf16", "v": "bf16"}}, "train_quant": {"kv_cache": "none"}})
 
 
 def fitting_tokenizer(source: Path, vocabulary: int) -> str:

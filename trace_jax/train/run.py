@@ -12,13 +12,14 @@ from trace_jax.config import Config
 from trace_jax.errors import UserError
 from trace_jax.rollout.storage import json_rows
 from trace_jax.tasks import Task
+from trace_jax.terminal import say
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.clock import Clock
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.read_checkpoint import policy_from_meta, read_meta, restore_channels
 from trace_jax.train.resume import changed_keys
 from trace_jax.train.rl import Learner, evaluate, make_learner, rl_step
-from trace_jax.train.run_folder import Ended, OpenRun, Report, open_run, say
+from trace_jax.train.run_folder import Ended, OpenRun, Report, open_run
 from trace_jax.train.setup import build_setup, calibrated, compensated, initial_policy, require_finite, training_mesh
 from trace_jax.train.state import initial_state
 

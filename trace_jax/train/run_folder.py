@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from trace_jax.files import cannot_write, write_atomic
 from trace_jax.metrics.writers import MetricsLog, open_writers
 from trace_jax.rollout.storage import write_jsonl
 from trace_jax.sharding.processes import gathered, is_first, on_first, require_agreement
+from trace_jax.terminal import say
 from trace_jax.train.checkpoint import Checkpoints
 from trace_jax.train.resume import remove_later
 from trace_jax.train.stop import StopRequest, stop_on_signal
@@ -138,12 +138,6 @@ def open_run(config: Config, directory: Path, *, resume: bool | None, report: Re
             last = checkpoints.latest()
             remedy = "" if resume is None else ", go on with --resume"
             say("stopped before anything was written" if last is None else f"stopped; step {last} is saved{remedy}")
-
-
-def say(line: str) -> None:
-    """Tells the person at the console something about the run; standard output is for results."""
-    if is_first():
-        print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def prefill(
     batch, width = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
     cache = spec.policy.empty_cache(batch, slots, spec.plan)
-    hidden, cache, fed = _run(params, multipliers, channels, tokens, positions, cache, spec)
+    hidden, cache, fed = _run(params, multipliers, channels, tokens, positions, cache, spec, positions < lengths[:, None])
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     state = RowState(jnp.zeros_like(lengths), lengths - 1, jnp.zeros(batch, bool))
     state, drawn = _draw(last, params, state, sampling, spec)
@@ -170,10 +170,11 @@ def _run(
     positions: Int[Array, "B T"],
     cache: KVCache,
     spec: DecodeSpec,
+    counting: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache, Fed]:
     slots = jnp.arange(cache.num_slots, dtype=jnp.int32)
     mask = slots[None, None, :] <= positions[:, :, None]
-    inputs = ForwardInputs(tokens, positions, mask, multipliers, cache=cache, channels=channels)
+    inputs = ForwardInputs(tokens, positions, mask, multipliers, cache=cache, counting=counting, channels=channels)
     capture = spec.capture.sites if spec.capture.kind != "none" else ()
     output = spec.policy.forward(params, inputs, spec.policy.options(spec.plan, capture=capture))
     assert output.cache is not None  # a cache went in

@@ -179,7 +179,7 @@ def require_cache_formats(policy: Policy, plan: QuantPlan) -> None:
     if rounded:
         raise UserError(
             f"rollout.kv_cache.{rounded[0]} is {plan.site(rounded[0]).format}, but {policy.family} {policy.config.CACHE_REASON}; "
-            "write rollout.kv_cache: {k: bf16, v: bf16}"
+            "write rollout.kv_cache: {k: bf16, v: bf16} and train_quant.kv_cache: none"
         )
 
 

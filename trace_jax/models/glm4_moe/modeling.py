@@ -1,0 +1,30 @@
+"""GLM-4.5: grouped-query attention that rotates a part of every head, dense first layers, a biased sigmoid router, shared experts.
+
+Source: GLM-4.5, arXiv 2508.06471, and the layout of its Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+from flax import nnx
+
+from trace_jax.layers import rope
+from trace_jax.models import biased_moe
+from trace_jax.models.blocks import self_attention
+from trace_jax.models.glm4_moe.config import Glm4MoeConfig
+from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
+from trace_jax.models.modules import Attention, Decoder
+
+
+def make(config: Glm4MoeConfig, rngs: nnx.Rngs) -> Decoder:
+    """The decoder with random parameters."""
+
+    def layer(kind: str, keys: nnx.Rngs) -> nnx.Module:
+        return biased_moe.Layer(kind, config, keys, Attention(config, keys, norms=config.norms, biases=config.biases))
+
+    return Decoder(config, rngs, layer)
+
+
+def forward(model: Decoder, config: Glm4MoeConfig, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
+    """Runs the decoder; see `run_decoder`."""
+    turns = rope.tables(inputs.positions, config.rotary_dim, config.rope_theta)
+    return biased_moe.run(model, config, inputs, options, lambda module, x, scope: self_attention(module, config, x, scope, turns))
