@@ -80,5 +80,5 @@ def test_compensated_channels_are_chosen_on_a_mesh(program, tmp_path):
 def test_a_mesh_without_its_devices_leaves_nothing(environment, config_file, tmp_path):
     words = [sys.executable, "-m", "trace_jax", "train", str(config_file), "mesh.data=2", "--out", str(tmp_path / "run")]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 2 and "error: mesh: the axes data=2, fsdp=1, expert=1, tensor=1 take 2 devices, but 1 are there" in done.stderr
+    assert done.returncode == 2 and "error: mesh: the axes data=2, fsdp=1, expert=1, tensor=1 take 2 devices" in done.stderr
     assert not (tmp_path / "run").exists()
