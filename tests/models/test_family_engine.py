@@ -121,7 +121,7 @@ def test_a_training_step_moves_every_parameter_that_has_a_gradient(family) -> No
     before = flatten(jax.tree.map(np.asarray, params))
     state = initial_state(jax.tree.map(jnp.array, params), optimizer, tiny.multipliers(0, config))
     after = flatten(update_policy(state, measured, optimizer).state.params)
-    assert float(measured.stats["train_rollout_logprob_abs_diff_max"].maximum) <= 1e-4
+    assert float(measured.stats["train_rollout_logprob_abs_diff_max"].maximum) <= 1e-4  # pyright: ignore
     for path, old in before.items():
         new = np.asarray(after[path])
         assert np.isfinite(new).all(), path

@@ -67,6 +67,7 @@ def test_layers_are_stored_one_by_one(tmp_path: Path) -> None:
     """A read of one layer decodes one piece, so it must not hold the others."""
     folder = save(tmp_path / "run", random_params(), {site: np.ones(3, np.float32) for site in SITES})
     stored = open_stored_policy(folder).params
+    assert isinstance(stored, StoredParams)
     for path in (("groups", 0, "experts", "up"), ("groups", 0, "attention", "q_proj"), ("groups", 0, "input_norm")):
         array = stored._open(path)
         assert array.chunk_layout.read_chunk.shape == (1, *array.shape[1:])

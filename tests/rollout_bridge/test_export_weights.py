@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -137,7 +138,7 @@ def test_everything_else_is_the_master_in_bf16(exported: Callable, masters: Para
         for entry in key_map("qwen3_moe", CONFIG):
             if len(entry.position) == 2 and fmt != "bf16":
                 continue
-            master = masters
+            master: Any = masters
             for key in entry.path:
                 master = master[key]
             expected = np.asarray(master)[entry.position].astype(ml_dtypes.bfloat16)

@@ -101,7 +101,7 @@ def test_the_memory_plan_of_an_asynchronous_run(make_config):
     assert whole[waiting] == whole[ahead] == 0
     setup = build_setup(make_config("sync.max_staleness=2"))
     params = init_params(setup.policy.family, setup.policy.config, jax.random.key(0))
-    multipliers = dict.fromkeys(("expert_input", "down_input", "k", "v"), jnp.ones(setup.policy.config.num_layers))
+    multipliers: dict[str, jax.Array] = dict.fromkeys(("expert_input", "down_input", "k", "v"), jnp.ones(setup.policy.config.num_layers))
     sent = [tensor for update in weight_updates(setup, params, multipliers) for tensor in update.tensors.values()]
     assert memory_plan(setup)[waiting] == bytes_of(sent)
     for settings, batches in ((["sync.max_staleness=2"], 2), (["sync.max_staleness=5", "train.updates_per_batch=2"], 2)):

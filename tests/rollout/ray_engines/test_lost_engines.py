@@ -157,9 +157,10 @@ def instead(pool: Any, number: int, outcome: Exception | Ack | None) -> None:
 
     def change(actor: Any) -> None:
         def update(updates: Any, version: int) -> Ack:
-            if isinstance(outcome, Ack):
-                return outcome
-            raise outcome
+            if isinstance(outcome, Exception):
+                raise outcome
+            assert outcome is not None
+            return outcome
 
         actor._made.__dict__.pop("update_weights", None)
         if outcome is not None:
