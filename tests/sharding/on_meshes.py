@@ -28,7 +28,7 @@ from trace_jax.models.policy import Policy  # noqa: E402
 from trace_jax.models.registry import Params, init_params  # noqa: E402
 from trace_jax.quantization.calibration import calibrate  # noqa: E402
 from trace_jax.quantization.multipliers import Multipliers  # noqa: E402
-from trace_jax.quantization.plan import RECORDED_SITES, QuantPlan  # noqa: E402
+from trace_jax.quantization.plan import RECORDED_SITES, QuantPlan, rollout_plan  # noqa: E402
 from trace_jax.rollout import Trajectories  # noqa: E402
 from trace_jax.rollout.embedded.decode import CaptureSpec  # noqa: E402
 from trace_jax.rollout.embedded.engine import EmbeddedEngine  # noqa: E402
@@ -44,6 +44,7 @@ CONFIG = replace(
     tiny.CONFIG, hidden_size=32, head_dim=16, num_layers=2, num_experts=8, num_kv_heads=2, expert_hidden_size=64, vocab_size=98
 )
 OPTIMIZER = optax.adamw(1e-3)
+PLANS = tiny.PLANS | {"experts": rollout_plan("nvfp4", "nvfp4", "bf16", "bf16")}
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # as in tests/conftest.py
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -64,9 +65,10 @@ GROUPS: dict[str, dict[str, Any]] = (
     }
     | {
         f"family {name}": {"family": name, "implementation": "ragged", "meshes": [{"data": 2, "fsdp": 2, "expert": 2}]}
-        for name in ("olmoe", "glm4_moe", "deepseek_v3", "qwen3_5_moe")
+        for name in ("olmoe", "glm4_moe", "qwen3_5_moe")
     }
     | {
+        "family deepseek_v3": {"family": "deepseek_v3", "plan": "experts", "meshes": [{"fsdp": 4, "expert": 2}]},
         "family gpt_oss": {"family": "gpt_oss", "implementation": "ragged", "meshes": [{"fsdp": 2, "expert": 2, "tensor": 2}]},
         "family gpt_oss dense": {"family": "gpt_oss", "meshes": [{"data": 2, "expert": 2, "tensor": 2}]},
     }
@@ -109,7 +111,7 @@ def run_group(
 ) -> dict[str, dict[str, Any]]:
     """What differs from one device, by mesh; and, as a control, what differs where the experts of two devices are exchanged."""
     policy, params, multipliers = policy_of(compute_dtype, implementation, family)
-    formats = tiny.PLANS[plan]
+    formats = PLANS[plan]
     trajectories = rollout(policy, formats, params, multipliers)
     settings = UpdateSettings(ObjectiveSpec(policy, tiny.guided(formats)), 8 * 32, 28)
     advantages = np.random.default_rng(1).normal(size=trajectories.num_sequences).astype(np.float32)
