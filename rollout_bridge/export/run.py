@@ -29,10 +29,11 @@ from trace_jax.config import from_mapping
 from trace_jax.errors import UserError
 from trace_jax.files import require_writable
 from trace_jax.models.hf import MAX_SHARD_BYTES, appearing_directory, carried_files, write_config
+from trace_jax.quantization.calibration import calibrate_by_layers
 from trace_jax.terminal import Announce, unannounced
 from trace_jax.tokenizers import BUILT_IN, load_tokenizer
 from trace_jax.train.hf_policy import open_hf_policy
-from trace_jax.train.setup import build_setup, calibrated
+from trace_jax.train.setup import build_setup, calibration_sequences
 from trace_jax.train.stored_policy import StoredPolicy, open_stored_policy
 
 SPARE_BYTES = 64 << 20
@@ -53,8 +54,8 @@ def export_checkpoint(
     """Writes a checkpoint as a directory that vLLM loads; it appears complete or not at all.
 
     In memory are the float32 routed experts of one layer, a block of experts while it is rounded, and at times the largest tensor
-    outside the experts. Two things need more: a checkpoint without multipliers is calibrated with the whole model in memory, and one that
-    was not stored layer by layer is decoded a whole array at a time.
+    outside the experts; while a checkpoint without multipliers is calibrated, one layer and what the prompts leave in the residual stream.
+    A checkpoint that was not stored layer by layer is decoded a whole array at a time.
 
     Args:
       path: run directory, checkpoint directory, or one step of it.
@@ -104,7 +105,7 @@ def _export(
     _require_space(out, size)
     missing = sorted(set(_sites(stored, settings)) - set(stored.multipliers))
     if missing:
-        announce(f"calibrating {', '.join(missing)}, with the whole model in memory")
+        announce(f"calibrating {', '.join(missing)}, one layer in memory at a time")
     multipliers = _multipliers(stored, settings, task, overrides) if missing else _checked(stored, stored.multipliers, settings)
     with appearing_directory(out.absolute()) as directory:
         announce(f"writing {size / 1e6:.1f} MB to {directory}")
@@ -151,8 +152,8 @@ def print_export(result: Mapping[str, Any]) -> None:
         )
     if result["residual_fraction_left_out"]:
         print(
-            f"note: the run compensated the residual of {result['residual_fraction_left_out']:.0%} of the input channels; an engine that loads "
-            "this does not, unless rollout.engine=vllm drives it"
+            f"note: the run compensated the residual of {result['residual_fraction_left_out']:.0%} of the input channels; an engine that "
+            "loads this does not, unless rollout.engine=vllm drives it"
         )
     if result["values_verified"] is not None:
         print(f"verified: {result['values_verified']} values decode to what the trainer computes with")
@@ -168,7 +169,8 @@ def _multipliers(
     chosen = [] if task is None else [f"task.name={task}"]
     config = from_mapping(values, [*chosen, *overrides], source=f"the config of {stored.folder}")
     setup = build_setup(config, (stored.policy.family, stored.policy.config))
-    return _checked(stored, calibrated(setup, stored.load()), settings)
+    multipliers = calibrate_by_layers(setup.policy, stored.params.read, calibration_sequences(setup), config.calibration.headroom)
+    return _checked(stored, multipliers, settings)
 
 
 def _sites(stored: StoredPolicy, settings: ExportSettings) -> list[str]:

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 from jaxtyping import Float
 
-from trace_jax.models.key_map import flatten, nest
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params, param_shapes
 from trace_jax.quantization.multipliers import Multipliers
@@ -123,11 +121,6 @@ class StoredPolicy:
     tokenizer: str
     meta: dict[str, Any]
     has_task: bool = True
-
-    def load(self) -> Params:
-        """All parameters, in memory."""
-        shapes = flatten(param_shapes(self.policy.family, self.policy.config))
-        return nest({path: jnp.asarray(self.params.read(path)) for path in shapes})
 
 
 def open_stored_policy(path: Path | str) -> StoredPolicy:

@@ -61,6 +61,6 @@ def start_pool(ray_cluster: None) -> Generator[StartPool, None, None]:
 
 def process_of(pool: Any, number: int) -> int:
     """The process of an engine."""
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]
 
     return ray.get(pool._members[number].actor.__ray_call__.remote(lambda actor: os.getpid()))

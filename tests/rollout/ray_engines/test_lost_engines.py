@@ -153,7 +153,7 @@ def test_an_engine_that_acknowledges_other_bytes(engine: Any):
 
 def instead(pool: Any, number: int, outcome: Exception | Ack | None) -> None:
     """What an engine says to new weights from now on; None lets it take them again."""
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]
 
     def change(actor: Any) -> None:
         def update(updates: Any, version: int) -> Ack:

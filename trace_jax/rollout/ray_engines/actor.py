@@ -12,7 +12,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import ray
+import jax
+import ray  # pyright: ignore[reportMissingImports]
 
 from trace_jax.rollout.engine import Capabilities, Engine, PauseMode, Request
 from trace_jax.rollout.engine_setup import EngineSetup
@@ -52,6 +53,8 @@ class EngineActor:
     """
 
     def __init__(self, setup: EngineSetup):
+        if setup.config.rollout.engine == "vllm":
+            jax.config.update("jax_platforms", "cpu")  # the GPU is for vLLM: JAX would take three quarters of its memory
         self._setup = setup
         self._life = uuid.uuid4().hex
         self._made: Engine | None = None

@@ -7,15 +7,19 @@ import logging
 import math
 import os
 import signal
+import socket
 import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import ray
+import ray  # pyright: ignore[reportMissingImports]
 
 from trace_jax.config import Config
 from trace_jax.errors import UserError
+
+ANSWERS_IN_S = 10.0
+"""What the head of a cluster may take to accept a connection."""
 
 
 @contextlib.contextmanager
@@ -36,12 +40,14 @@ def cluster(config: Config) -> Iterator[None]:
         if section.object_store_gib is not None:
             options["object_store_memory"] = int(section.object_store_gib * 2**30)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    else:
+        _require_answer(section.address)
     try:
         with _signals_kept(), warnings.catch_warnings():
             # Between fork and exec Ray's processes only set their signals, and need none of the locks that JAX's threads may hold.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (ray.exceptions.RayError, RuntimeError, ValueError, OSError) as error:
         where = "no Ray cluster can be started on this machine" if section.address is None else f"rollout.ray.address {section.address}"
         raise UserError(f"{where}: {_first_line(error)}; see `ray status`") from error
     try:
@@ -58,6 +64,17 @@ def demands(config: Config) -> dict[str, float]:
         one = vllm.engine_args.get("tensor_parallel_size", 1) if config.rollout.engine == "vllm" else 1
         gpus = one if ray.cluster_resources().get("GPU", 0) else 0
     return {"num_cpus": section.num_cpus, "num_gpus": gpus}
+
+
+def _require_answer(address: str) -> None:
+    """Looks for a server at HOST:PORT before Ray does, which takes minutes to give up."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWERS_IN_S).close()
+    except OSError as error:
+        raise UserError(f"rollout.ray.address {address}: {_first_line(error)}; see `ray status`") from error
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
+import ray  # pyright: ignore[reportMissingImports]
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError  # pyright: ignore[reportMissingImports]
 
 from trace_jax.rollout.engine import Request
 from trace_jax.rollout.ray_engines.actor import OtherLife

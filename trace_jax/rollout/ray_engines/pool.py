@@ -20,7 +20,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import ray
+import numpy as np
+import ray  # pyright: ignore[reportMissingImports]
 
 from trace_jax.errors import UserError
 from trace_jax.rollout.embedded.assemble import without_answers
@@ -53,10 +54,11 @@ def start_engines(setup: EngineSetup) -> RayEngines:
         resources.enter_context(cluster(setup.config))
         needs = demands(setup.config)
         remote = ray.remote(EngineActor).options(**needs, max_restarts=rollout.ray.max_restarts)
+        channels = {site: np.asarray(ids) for site, ids in setup.channels.items()}  # an actor must not open its device to read them
         members = []
         for number in range(rollout.engines):
             folder = None if setup.directory is None else setup.directory.absolute() / f"engine_{number}"
-            members.append(Member(number, remote.remote(replace(setup, directory=folder))))
+            members.append(Member(number, remote.remote(replace(setup, directory=folder, channels=channels))))
         pool = RayEngines(setup, members)
         try:
             pool.start(f"each engine asks for {needs['num_cpus']:g} CPUs and {needs['num_gpus']:g} GPUs")

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import ray
+import ray  # pyright: ignore[reportMissingImports]
 
 from trace_jax.rollout.weight_update import LayerUpdate
 
