@@ -19,6 +19,7 @@ import optax
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tiny_policy as tiny  # noqa: E402
+from model_families import config_of  # noqa: E402
 
 from pallas_kernels import grouped_matmul  # noqa: E402
 from trace_jax.layers import expert_parallel  # noqa: E402
@@ -27,7 +28,7 @@ from trace_jax.models.policy import Policy  # noqa: E402
 from trace_jax.models.registry import Params, init_params  # noqa: E402
 from trace_jax.quantization.calibration import calibrate  # noqa: E402
 from trace_jax.quantization.multipliers import Multipliers  # noqa: E402
-from trace_jax.quantization.plan import RECORDED_SITES, QuantPlan  # noqa: E402
+from trace_jax.quantization.plan import RECORDED_SITES, QuantPlan, rollout_plan  # noqa: E402
 from trace_jax.rollout import Trajectories  # noqa: E402
 from trace_jax.rollout.embedded.decode import CaptureSpec  # noqa: E402
 from trace_jax.rollout.embedded.engine import EmbeddedEngine  # noqa: E402
@@ -43,46 +44,74 @@ CONFIG = replace(
     tiny.CONFIG, hidden_size=32, head_dim=16, num_layers=2, num_experts=8, num_kv_heads=2, expert_hidden_size=64, vocab_size=98
 )
 OPTIMIZER = optax.adamw(1e-3)
+PLANS = tiny.PLANS | {"experts": rollout_plan("nvfp4", "nvfp4", "bf16", "bf16")}
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # as in tests/conftest.py
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-GROUPS: dict[str, dict[str, Any]] = {
-    "dense": {"meshes": [{"data": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "expert": 4}]},
-    "ragged": {"implementation": "ragged", "meshes": [{"expert": 8}, {"data": 4, "expert": 2}, {"fsdp": 2, "expert": 2, "tensor": 2}]},
-    "more": {"meshes": [{"fsdp": 8}, {"expert": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "expert": 2}]},
-    "more_ragged": {"implementation": "ragged", "meshes": [{"data": 8}, {"data": 2, "expert": 4}, {"fsdp": 4, "tensor": 2}]},
-    "per_token": {"plan": "per_token", "meshes": [{"fsdp": 2, "expert": 2, "tensor": 2}]},
-    "mxfp4": {"plan": "mxfp4", "meshes": [{"fsdp": 2, "expert": 2, "tensor": 2}]},
-    "fp8": {"plan": "fp8", "meshes": [{"fsdp": 4, "expert": 2}]},
-    "bf16_compute": {"compute_dtype": "bfloat16", "meshes": [{"data": 2, "fsdp": 4}, {"expert": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}]},
-}
+GROUPS: dict[str, dict[str, Any]] = (
+    {
+        "dense": {"meshes": [{"data": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "expert": 4}]},
+        "ragged": {"implementation": "ragged", "meshes": [{"expert": 8}, {"data": 4, "expert": 2}, {"fsdp": 2, "expert": 2, "tensor": 2}]},
+        "more": {"meshes": [{"fsdp": 8}, {"expert": 8}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "expert": 2}]},
+        "more_ragged": {"implementation": "ragged", "meshes": [{"data": 8}, {"data": 2, "expert": 4}, {"fsdp": 4, "tensor": 2}]},
+        "per_token": {"plan": "per_token", "meshes": [{"fsdp": 2, "expert": 2, "tensor": 2}]},
+        "mxfp4": {"plan": "mxfp4", "meshes": [{"fsdp": 2, "expert": 2, "tensor": 2}]},
+        "fp8": {"plan": "fp8", "meshes": [{"fsdp": 4, "expert": 2}]},
+        "bf16_compute": {
+            "compute_dtype": "bfloat16",
+            "meshes": [{"data": 2, "fsdp": 4}, {"expert": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}],
+        },
+    }
+    | {
+        f"family {name}": {"family": name, "implementation": "ragged", "meshes": [{"data": 2, "fsdp": 2, "expert": 2}]}
+        for name in ("olmoe", "glm4_moe", "qwen3_5_moe")
+    }
+    | {
+        "family deepseek_v3": {"family": "deepseek_v3", "plan": "experts", "meshes": [{"fsdp": 4, "expert": 2}]},
+        "family gpt_oss": {"family": "gpt_oss", "implementation": "ragged", "meshes": [{"fsdp": 2, "expert": 2, "tensor": 2}]},
+        "family gpt_oss dense": {"family": "gpt_oss", "meshes": [{"data": 2, "expert": 2, "tensor": 2}]},
+    }
+)
 
 
-def policy_of(compute_dtype: str = "float32", implementation: str = "dense") -> tuple[Policy, Params, Multipliers]:
+def policy_of(
+    compute_dtype: str = "float32", implementation: str = "dense", family: str = "qwen3_moe"
+) -> tuple[Policy, Params, Multipliers]:
     """The policy, masters whose output distribution is far from uniform, and calibrated multipliers."""
-    policy = Policy("qwen3_moe", CONFIG, compute_dtype, implementation)
-    params = init_params("qwen3_moe", CONFIG, jax.random.key(0))
+    config = CONFIG if family == "qwen3_moe" else config_of(family)
+    policy = Policy(family, config, compute_dtype, implementation)
+    params = init_params(family, config, jax.random.key(0))
     params["embed"]["weight"] = params["embed"]["weight"] * 20.0
     params["lm_head"]["weight"] = params["lm_head"]["weight"] * 6.0
-    sequences = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (8, 16)).tolist()
+    params = jax.tree_util.tree_map_with_path(_with_biases, params)
+    sequences = np.random.default_rng(0).integers(0, config.vocab_size, (8, 16)).tolist()
     return policy, params, calibrate(policy, params, sequences, 1.5)
+
+
+def _with_biases(path: Any, leaf: jax.Array) -> jax.Array:
+    """Biases that begin as zeros would hide where they are added."""
+    return 0.3 * jax.random.normal(jax.random.key(7), leaf.shape) if "bias" in jax.tree_util.keystr(path) else leaf
 
 
 def rollout(policy: Policy, plan: QuantPlan, params: Params, multipliers: Multipliers) -> Trajectories:
     """Answers of the embedded engine with a record at every site and layer."""
-    engine = EmbeddedEngine(policy, plan, CaptureSpec("mantissa", RECORDED_SITES, (0, 1)), 8)
+    engine = EmbeddedEngine(policy, plan, CaptureSpec("mantissa", RECORDED_SITES, tuple(range(policy.config.num_layers))), 8)
     engine.update_weights(layer_updates(policy, plan, params, multipliers), 0)
     engine.submit(tiny.requests())
     return engine.poll()
 
 
 def run_group(
-    meshes: list[dict[str, int]], plan: str = "nvfp4", compute_dtype: str = "float32", implementation: str = "dense"
+    meshes: list[dict[str, int]],
+    plan: str = "nvfp4",
+    compute_dtype: str = "float32",
+    implementation: str = "dense",
+    family: str = "qwen3_moe",
 ) -> dict[str, dict[str, Any]]:
     """What differs from one device, by mesh; and, as a control, what differs where the experts of two devices are exchanged."""
-    policy, params, multipliers = policy_of(compute_dtype, implementation)
-    formats = tiny.PLANS[plan]
+    policy, params, multipliers = policy_of(compute_dtype, implementation, family)
+    formats = PLANS[plan]
     trajectories = rollout(policy, formats, params, multipliers)
     settings = UpdateSettings(ObjectiveSpec(policy, tiny.guided(formats)), 8 * 32, 28)
     advantages = np.random.default_rng(1).normal(size=trajectories.num_sequences).astype(np.float32)
@@ -104,14 +133,17 @@ def run_group(
         for state in (result["before"], result["after"]):  # a step leaves everything where it lay, so that nothing is compiled twice
             for part in (state.params, state.opt_state):
                 jax.tree.map(_assert_placed, part, shardings(part, mesh))
-    swapped = dict(params) | {"groups": {0: params["groups"][0] | {"experts": _exchanged(params["groups"][0]["experts"])}}}
-    found["control"] = _compare(update(put_params(mesh, swapped)), alone)
+    found["control"] = _compare(update(put_params(mesh, _with_exchanged_experts(params))), alone)
     return found
 
 
-def _exchanged(experts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _with_exchanged_experts(tree: Any) -> Any:
     """The experts of one half of the devices on the other half."""
-    return {name: jnp.roll(w, w.shape[1] // 2, axis=1) for name, w in experts.items()}
+
+    def exchanged(key: Any, part: Any) -> Any:
+        return jax.tree.map(lambda w: jnp.roll(w, w.shape[1] // 2, axis=1), part) if key == "experts" else _with_exchanged_experts(part)
+
+    return {key: exchanged(key, part) for key, part in tree.items()} if isinstance(tree, dict) else tree
 
 
 def _assert_placed(leaf: jax.Array, sharding: jax.sharding.NamedSharding) -> None:
@@ -147,12 +179,13 @@ def compare_transports() -> dict[str, float]:
     mixing = jax.random.uniform(keys[2], (48, 2))
     weights = ExpertWeights(*(jax.random.normal(keys[3], shape) for shape in ((8, 4, 6), (8, 4, 6), (8, 6, 4))))
 
-    def products(rows: jax.Array, sizes: jax.Array, weights: ExpertWeights) -> jax.Array:
+    def products(rows: jax.Array, sizes: jax.Array, parts: tuple[ExpertWeights, None]) -> jax.Array:
+        weights = parts[0]
         return grouped_matmul(grouped_matmul(rows, weights.gate, sizes), weights.down, sizes)
 
     def run(ragged: bool) -> list[np.ndarray]:
         def loss(x: jax.Array, mixing: jax.Array, weights: ExpertWeights) -> tuple[jax.Array, jax.Array]:
-            y = expert_parallel.exchange_rows(products, x, ids, mixing, weights, ragged)
+            y = expert_parallel.exchange_rows(products, x, ids, mixing, (weights, None), ragged)
             return jnp.sum(jnp.sin(y)), y
 
         with jax.set_mesh(mesh):
@@ -192,10 +225,10 @@ def lowers_for_gpus() -> bool:
     def loss(x: jax.Array, weights: ExpertWeights) -> jax.Array:
         ids = jnp.zeros((16, 2), jnp.int32)
 
-        def products(rows: jax.Array, sizes: jax.Array, weights: ExpertWeights) -> jax.Array:
-            return rows * jnp.sum(weights.gate)
+        def products(rows: jax.Array, sizes: jax.Array, parts: tuple[ExpertWeights, None]) -> jax.Array:
+            return rows * jnp.sum(parts[0].gate)
 
-        return jnp.sum(expert_parallel.exchange_rows(products, x, ids, jnp.ones((16, 2)), weights, True))
+        return jnp.sum(expert_parallel.exchange_rows(products, x, ids, jnp.ones((16, 2)), (weights, None), True))
 
     with jax.set_mesh(mesh):
         text = jax.jit(jax.grad(loss)).trace(jnp.ones((16, 6)), weights).lower(lowering_platforms=("cuda",)).as_text()

@@ -35,6 +35,14 @@ def test_mis_01_exp_04_len_01_meshes_equal_one_device(run_program, group):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("group", ["olmoe", "glm4_moe", "deepseek_v3", "qwen3_5_moe", "gpt_oss", "gpt_oss dense"])
+def test_other_families(run_program, group):
+    """Norms over all heads, dense and shared experts, latent and linear attention, biases of experts and sinks."""
+    recurrent = {"gradient": 3e-5, "moments": 3e-6} if group == "qwen3_5_moe" else {}  # a state passes through all tokens
+    assert_invariant(run_program("on_meshes.py", f"family {group}")[f"family {group}"], FLOAT32 | recurrent)
+
+
+@pytest.mark.slow
 def test_bfloat16_compute(run_program):
     assert_invariant(run_program("on_meshes.py", "bf16_compute")["bf16_compute"], BFLOAT16)
 

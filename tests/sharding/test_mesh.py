@@ -11,6 +11,7 @@ import optax
 import pytest
 import tiny_policy as tiny
 from jax.sharding import PartitionSpec as P
+from model_families import FAMILIES, config_of
 
 from trace_jax.errors import UserError
 from trace_jax.models.registry import param_shapes
@@ -83,6 +84,13 @@ def test_every_parameter_and_moment_has_its_place():
     assert layer["router"] == P(None, None, "fsdp") and found["final_norm"] == P()
     moments = specs(jax.eval_shape(optax.adamw(1e-3).init, shapes), sizes)[0]
     assert moments.mu == found and moments.nu == found and moments.count == P()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_rules(family):
+    found = specs(param_shapes(family, config_of(family)), ONE | {"fsdp": 2})
+    divided = [spec for spec in jax.tree.leaves(found, is_leaf=lambda leaf: isinstance(leaf, P)) if "fsdp" in str(spec)]
+    assert len(divided) > 5
 
 
 def test_a_vocabulary_of_any_size():

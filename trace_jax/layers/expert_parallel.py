@@ -25,6 +25,9 @@ TOKENS = P(BATCH, None)
 WEIGHTS = (P("expert", "tensor", None), P("expert", "tensor", None), P("expert", None, "tensor"))
 """Shares of gate and up `[E, F, D]`, and of down `[E, D, F]`."""
 
+BIASES = (P("expert", "tensor"), P("expert", "tensor"), P("expert", None))
+"""Shares of what is added to the products with gate and up `[E, F]`, and with down `[E, D]`."""
+
 AddedToTokens = Callable[[Float[Array, "N width"], Int[Array, "N k"], Float[Array, "N k"], Any], Float[Array, "N D"]]
 """(x, ids, mixing, weights) -> what these experts add to every token, float32; ids that are none of theirs add nothing."""
 
@@ -40,12 +43,12 @@ def gather_tokens(
     Args:
       added: computes with the experts of one device.
       x, ids, mixing: as in `apply_experts`.
-      weights: named tuple of gate, up and down.
+      weights: named tuples of gate, up and down: the weights, and the biases or None.
     """
 
     def share(x: Float[Array, "n width"], ids: Int[Array, "n k"], mixing: Float[Array, "n k"], weights: Any) -> Float[Array, "n D"]:
         x_all, ids_all, mixing_all = (jax.lax.all_gather(part, "expert", tiled=True) for part in (x, ids, mixing))
-        first = jax.lax.axis_index("expert") * weights[0].shape[0]
+        first = jax.lax.axis_index("expert") * weights[0][0].shape[0]
         total = jax.lax.psum_scatter(added(x_all, ids_all - first, mixing_all, weights), "expert", tiled=True)
         return jax.lax.psum(total, "tensor").astype(x.dtype)
 
@@ -71,7 +74,7 @@ def exchange_rows(
 
     def share(x: Float[Array, "n width"], ids: Int[Array, "n k"], mixing: Float[Array, "n k"], weights: Any) -> Float[Array, "n D"]:
         tokens, k = ids.shape
-        experts = weights[0].shape[0]
+        experts = weights[0][0].shape[0]
         flat_ids = ids.reshape(-1)
         order = jnp.argsort(flat_ids, stable=True)
         devices = jax.lax.axis_size("expert")
@@ -139,4 +142,11 @@ class Route(NamedTuple):
 
 
 def _on_shards(share: Callable[..., Any], weights: Any) -> Callable[..., Any]:
-    return per_shard(share, (TOKENS, TOKENS, TOKENS, type(weights)(*WEIGHTS)), TOKENS)
+    matrices, biases = weights
+    specs = type(matrices)(*WEIGHTS), None if biases is None else type(biases)(*BIASES)
+    return per_shard(share, (TOKENS, TOKENS, TOKENS, specs), TOKENS)
+
+
+def once_over_tensor(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """`x` on the first of the devices whose results are summed over `tensor`, zeros on the others."""
+    return jnp.where(jax.lax.axis_index("tensor") == 0, x, jnp.zeros_like(x))

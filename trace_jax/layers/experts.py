@@ -9,7 +9,7 @@ trainer must use the same one. On a mesh each device computes with its own exper
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,25 +100,29 @@ def apply_experts(
 
     Returns:
       `[N, D]` in the dtype of `x`.
-
-    Raises:
-      NotImplementedError: biases on a mesh.
     """
     if not in_mesh():
         apply = {"dense": _dense, "ragged": _ragged}[implementation]
         return apply(x, ids, mixing, weights, quantize_hidden, parts, activation, biases)
-    if biases is not None:
-        raise NotImplementedError("experts with biases are not divided over a mesh; train this family on one device")
 
-    def added(x: Float[Array, "n width"], ids: Int[Array, "n k"], mixing: Float[Array, "n k"], weights: ExpertWeights) -> Array:
-        return jnp.matmul(*_dense_operands(x, ids, mixing, weights, quantize_hidden, activation), preferred_element_type=jnp.float32)
+    def added(x: Float[Array, "n width"], ids: Int[Array, "n k"], mixing: Float[Array, "n k"], parts: Any) -> Array:
+        weights, biases = parts
+        operands = _dense_operands(x, ids, mixing, weights, quantize_hidden, activation, biases)
+        return jnp.matmul(*operands, preferred_element_type=jnp.float32)
 
-    def products(rows: Float[Array, "m width"], group_sizes: Int[Array, " e"], weights: ExpertWeights) -> Array:
-        return _sorted_products(rows, group_sizes, weights, quantize_hidden, activation)
+    def products(rows: Float[Array, "m width"], group_sizes: Int[Array, " e"], parts: Any) -> Array:
+        weights, biases = parts
+        if biases is not None:  # behind the last group stand rows of no expert, whose results nobody reads
+            ends, index = jnp.cumsum(group_sizes), jnp.arange(rows.shape[0], dtype=jnp.int32)
+            expert = jnp.minimum(jnp.searchsorted(ends, index, side="right"), group_sizes.size - 1)
+            gate, up, down = (bias[expert] for bias in biases)
+            biases = ExpertBiases(gate, up, expert_parallel.once_over_tensor(down))
+        return _sorted_products(rows, group_sizes, weights, quantize_hidden, activation, biases)
 
     if implementation == "dense":
-        return expert_parallel.gather_tokens(added, x, ids, mixing, weights)
-    return expert_parallel.exchange_rows(products, x, ids, mixing, weights)
+        total = expert_parallel.gather_tokens(added, x, ids, mixing, (weights, biases))
+        return total if biases is None else _with_down_bias(total, ids, mixing, biases)
+    return expert_parallel.exchange_rows(products, x, ids, mixing, (weights, biases))
 
 
 def _dense(
@@ -132,10 +136,14 @@ def _dense(
     biases: ExpertBiases | None,
 ) -> Float[Array, "N D"]:
     total = partial_sums.matmul(*_dense_operands(x, ids, mixing, weights, quantize_hidden, activation, biases), parts)
-    if biases is None:
-        return total
+    return total if biases is None else _with_down_bias(total, ids, mixing, biases)
+
+
+def _with_down_bias(
+    total: Float[Array, "N D"], ids: Int[Array, "N k"], mixing: Float[Array, "N k"], biases: ExpertBiases
+) -> Float[Array, "N D"]:
     weighted = jnp.sum(biases.down[ids].astype(jnp.float32) * mixing[:, :, None], axis=1)
-    return keep_rounding((as_stored(total) + weighted).astype(x.dtype))
+    return keep_rounding((as_stored(total) + weighted).astype(total.dtype))
 
 
 def _dense_operands(
