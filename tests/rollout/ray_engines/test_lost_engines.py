@@ -156,10 +156,10 @@ def instead(pool: Any, number: int, outcome: Exception | Ack | None) -> None:
     import ray  # pyright: ignore[reportMissingImports]
 
     def change(actor: Any) -> None:
-        def update(updates: Any, version: int) -> Ack:
-            if isinstance(outcome, Ack):
-                return outcome
-            raise outcome
+        def update(updates: Any, version: int) -> Any:
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
 
         actor._made.__dict__.pop("update_weights", None)
         if outcome is not None:
