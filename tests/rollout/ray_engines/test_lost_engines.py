@@ -15,7 +15,7 @@ import tiny_policy as tiny
 from tests.rollout.engine_conformance import collect, sync
 from tests.rollout.ray_engines.conftest import StartPool, process_of, ray_setup
 from trace_jax.errors import UserError
-from trace_jax.rollout import Ack, FinishReason, Request, Trajectories, UpdateDigest, generate
+from trace_jax.rollout import Ack, FinishReason, Health, Request, Trajectories, UpdateDigest, generate
 from trace_jax.rollout.weight_sync import layer_updates
 
 PLAN = tiny.PLANS["nvfp4"]
@@ -110,12 +110,41 @@ def test_every_engine_acknowledges_the_same_bytes(engine: Any):
 
 def test_an_update_that_one_engine_refuses_changes_none(engine: Any):
     answers, version = generate(engine, tiny.requests()), engine.health().version
-    instead(engine, 1, ValueError("does not fit here"))
+    instead(engine, 1, "update_weights", ValueError("does not fit here"))
     with pytest.raises(ValueError, match="^does not fit here$"):
         sync(engine, PLAN, 1, 11, "float32")
-    instead(engine, 1, None)
+    instead(engine, 1, "update_weights", None)
     assert engine.health().version == version
     tiny.assert_same_answers(generate(engine, tiny.requests()), answers)
+
+
+def test_requests_that_one_engine_refuses(engine: Any):
+    """Everything given to it is aborted, what the other one has is answered, and both go on."""
+    answers = generate(engine, tiny.requests())
+    instead(engine, 1, "submit", UserError("the prompt 3 is too long"))
+    engine.submit(tiny.requests())
+    with pytest.raises(UserError, match="^the prompt 3 is too long$"):
+        while engine.health().pending:
+            assert engine.poll(5.0).num_sequences
+    instead(engine, 1, "submit", None)
+    rest = collect(engine, engine.health().pending)
+    assert 4 <= rest.num_sequences and np.sum(rest.finish_reason == FinishReason.ABORTED) == 4 and engine.health().pending == 0
+    tiny.assert_same_answers(generate(engine, tiny.requests()), answers)
+
+
+@pytest.mark.slow
+def test_an_engine_that_fails_or_ends(start_pool: StartPool):
+    pool = start_pool("rollout.engines=1")
+    sync(pool, PLAN, 0, 0, "float32")
+    instead(pool, 0, "poll", ArithmeticError("out of numbers"))
+    with pytest.raises(RuntimeError, match="^rollout engine 0 failed: out of numbers$"):
+        generate(pool, tiny.requests())
+    ended = start_pool("rollout.engines=1")
+    sync(ended, PLAN, 0, 0, "float32")
+    instead(ended, 0, "poll", Trajectories.empty())
+    instead(ended, 0, "health", Health(False, "its own process is dead", 8, False, 0))
+    with pytest.raises(RuntimeError, match="died with 8 of 8 requests unfinished: rollout engine 0 died: its own process is dead$"):
+        generate(ended, tiny.requests())
 
 
 def test_a_cluster_without_room(start_pool: StartPool):
@@ -143,7 +172,7 @@ def test_an_engine_that_is_lost_for_good(start_pool: StartPool):
 
 def test_an_engine_that_acknowledges_other_bytes(engine: Any):
     """The last test of the module: it ends the pool."""
-    instead(engine, 1, Ack(7, "0" * 16, 12))
+    instead(engine, 1, "update_weights", Ack(7, "0" * 16, 12))
     with pytest.raises(RuntimeError, match="the rollout engines acknowledge different weights: Ack.*, Ack"):
         sync(engine, PLAN, 1, 12, "float32")
     with pytest.raises(RuntimeError, match="different weights"):
@@ -151,19 +180,18 @@ def test_an_engine_that_acknowledges_other_bytes(engine: Any):
     assert not engine.health().alive
 
 
-def instead(pool: Any, number: int, outcome: Exception | Ack | None) -> None:
-    """What an engine says to new weights from now on; None lets it take them again."""
+def instead(pool: Any, number: int, method: str, outcome: Any) -> None:
+    """What a method of an engine raises or returns from now on; None lets it do its work again."""
     import ray  # pyright: ignore[reportMissingImports]
 
     def change(actor: Any) -> None:
-        def update(updates: Any, version: int) -> Ack:
+        def changed(*arguments: Any) -> Any:
             if isinstance(outcome, Exception):
                 raise outcome
-            assert outcome is not None
             return outcome
 
-        actor._made.__dict__.pop("update_weights", None)
+        actor._made.__dict__.pop(method, None)
         if outcome is not None:
-            actor._made.update_weights = update
+            setattr(actor._made, method, changed)
 
     ray.get(pool._members[number].actor.__ray_call__.remote(change))
