@@ -20,7 +20,7 @@ help:
 	@echo "make quickstart-vllm   the same with fewer steps and vLLM on CPU in $(VLLM_VENV), which takes another 1 GB"
 	@echo "make test         install the test extra and run the quick suite"
 	@echo "make test-all     the same with the slow tests, everything compiled as users do"
-	@echo "make parity       install torch (CPU build if there is one), transformers and triton for the parity tests"
+	@echo "make parity       install torch (CPU build if there is one), transformers, triton and ray for the tests that need them"
 	@echo "make lint         check format, lint and types"
 	@echo "make format       reformat the code"
 	@echo "make clean        remove .venv, $(VLLM_VENV) and caches"

@@ -69,3 +69,22 @@ def test_a_wrong_block_fails_at_its_line(right, wrong, stops_at):
 def test_a_block_may_be_left_out_visibly():
     text = "```python\n# not run: needs a GPU\n1 / 0\n```\ntext\n```python\na = 1\n```\n```\n1 / 0\n```\n"
     assert python_blocks(text) == [(7, "a = 1\n")]
+
+
+def named_tests(text: str) -> list[tuple[str, str]]:
+    """(file, function) of every test that a page names."""
+    return re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text)
+
+
+def absent(tests: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those that do not exist."""
+    return [(file, name) for file, name in tests if not (ROOT / file).is_file() or f"def {name}(" not in (ROOT / file).read_text()]
+
+
+def test_every_fault_of_docs_reliability_names_tests_that_exist():
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 15 and not [row for row in rows if not named_tests(row)]
+    assert absent(named_tests(page)) == []
+    assert absent([("tests/test_docs.py", "test_" + "nothing"), ("tests/none.py", "test_a")]) != []
+    assert not re.findall(r"`tests/[^`]*`", re.sub(r"`tests/[\w/]+\.py(::test_\w+)?`", "", page))

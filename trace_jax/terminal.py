@@ -19,6 +19,14 @@ def unannounced(what: str, done: int = 0, total: int | None = None) -> None:
     """Says nothing: for work that nobody watches."""
 
 
+def say(line: str) -> None:
+    """Tells the person at the console something about the run, from its first process; standard output is for results."""
+    from trace_jax.sharding.processes import is_first  # imports jax, which the commands that need no device do without
+
+    if is_first():
+        print(line, file=sys.stderr, flush=True)
+
+
 def result_console() -> Console:
     """A console for the result on stdout: as wide as the terminal, and wide enough for tables when there is none."""
     return Console(width=None if sys.stdout.isatty() else 120)

@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
-from trace_jax.cli.arguments import Json, Overrides, Policy
+from trace_jax.cli.arguments import Json, Overrides
 from trace_jax.cli.common import run_and_show
 
 
 def export(
-    policy: Policy,
+    policy: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run folder, checkpoint folder, one step of it, or a Hugging Face folder.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The new folder; must not exist.")],
     overrides: Overrides = None,
     format: Annotated[str, typer.Option("--format", help="nvfp4 (ModelOpt), mxfp4 (compressed-tensors) or bf16.")] = "nvfp4",

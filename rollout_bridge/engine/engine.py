@@ -30,7 +30,7 @@ from trace_jax.rollout.embedded.assemble import without_answers
 from trace_jax.rollout.engine import Capabilities, Health, PauseMode, Request, require_room
 from trace_jax.rollout.trajectories import Trajectories
 from trace_jax.rollout.weight_update import Ack, LayerUpdate
-from trace_jax.train.run_folder import say
+from trace_jax.terminal import say
 
 SUBMIT = 1024
 """Requests in one message."""

@@ -27,8 +27,8 @@ from rollout_bridge.vllm_plugin.serve.build import build
 from rollout_bridge.wire import Ring
 from trace_jax.errors import UserError
 from trace_jax.quantization.plan import QuantPlan
+from trace_jax.rollout.engine_setup import EngineSetup
 from trace_jax.rollout.weight_sync import expected_tensors
-from trace_jax.train.setup import Setup
 
 EXPERT_FORMATS = (("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp4", "mxfp4"), ("mxfp4", "bf16"), ("bf16", "bf16"))
 """Weights and activations of experts that vLLM serves with the plugin."""
@@ -46,7 +46,7 @@ _NAME_AND_HEAD = 1024
 """More than a tensor takes in a record beside its bytes."""
 
 
-def make(setup: Setup) -> VllmEngine:
+def make(setup: EngineSetup) -> VllmEngine:
     """The engine of a run.
 
     Raises:
@@ -78,6 +78,7 @@ def make(setup: Setup) -> VllmEngine:
                 start_timeout_s=section.start_timeout_s,
                 send_timeout_s=section.silence_timeout_s,
             )
+            command.log.parent.mkdir(parents=True, exist_ok=True)
             with _log_kept_on_failure(command.log):
                 engine = VllmEngine(lambda: ProcessLink(command, start), limits, records, channels)
         engine.resources = resources.pop_all()
@@ -109,7 +110,7 @@ def export_settings(plan: QuantPlan) -> ExportSettings:
     return ExportSettings(weights, activations=activations)
 
 
-def engine_arguments(setup: Setup) -> dict[str, Any]:
+def engine_arguments(setup: EngineSetup) -> dict[str, Any]:
     """Arguments of `vllm.LLM` beside the model's folder and the fixed ones.
 
     Raises:
@@ -139,7 +140,7 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
     return arguments
 
 
-def captured_records(setup: Setup, step_tokens: int, resources: ExitStack) -> tuple[CapturedRecords, dict[str, Any]]:
+def captured_records(setup: EngineSetup, step_tokens: int, resources: ExitStack) -> tuple[CapturedRecords, dict[str, Any]]:
     """The records of a run, and what the worker must know to capture them.
 
     Args:
@@ -153,7 +154,7 @@ def captured_records(setup: Setup, step_tokens: int, resources: ExitStack) -> tu
     return records, {"ring": str(ring.path), "plan": layout.plan()}
 
 
-def slot_bytes(setup: Setup) -> int:
+def slot_bytes(setup: EngineSetup) -> int:
     """Bytes of a record of weights: a whole layer, or the most that a slot may have."""
     layers: dict[str, int] = {}
     for name, (dtype, shape) in expected_tensors(setup.policy, setup.rollout_plan).items():

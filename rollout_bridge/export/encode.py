@@ -19,7 +19,7 @@ from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import key_map
 from trace_jax.models.tensor_files import narrowed
-from trace_jax.train.stored_policy import StoredParams
+from trace_jax.train.stored_policy import ParamSource
 
 Named = tuple[str, Shaped[np.ndarray, "..."]]
 INPUT_SITES = {"gate": "expert_input", "up": "expert_input", "down": "down_input"}
@@ -27,7 +27,7 @@ INPUT_SITES = {"gate": "expert_input", "up": "expert_input", "down": "down_input
 
 
 def encoded_tensors(
-    policy: Policy, settings: ExportSettings, params: StoredParams, multipliers: Mapping[str, np.ndarray]
+    policy: Policy, settings: ExportSettings, params: ParamSource, multipliers: Mapping[str, np.ndarray]
 ) -> Iterator[Named]:
     """Every tensor of `tensor_plan`, in the types of the file; a layer's experts are held at once, and nothing of another layer.
 
@@ -56,7 +56,7 @@ def encoded_tensors(
 def _experts_of_layer(
     policy: Policy,
     settings: ExportSettings,
-    params: StoredParams,
+    params: ParamSource,
     multipliers: Mapping[str, np.ndarray],
     entries: Sequence[Any],
     quantized: bool,

@@ -17,7 +17,7 @@ from trace_jax.layers.experts import ExpertWeights
 from trace_jax.models.policy import Policy
 from trace_jax.quantization.plan import Format
 from trace_jax.quantization.weights import fake_quant_experts, quantize_experts
-from trace_jax.train.stored_policy import StoredParams
+from trace_jax.train.stored_policy import ParamSource
 
 HostWeights = dict[str, np.ndarray]
 """`gate`, `up` and `down` of some experts."""
@@ -26,7 +26,7 @@ BLOCK_VALUES = 1 << 21
 """Most weights of a block, beyond one expert; temporary arrays take a few times 8 MiB."""
 
 
-def expert_blocks(policy: Policy, params: StoredParams, layer: int) -> Iterator[tuple[int, HostWeights]]:
+def expert_blocks(policy: Policy, params: ParamSource, layer: int) -> Iterator[tuple[int, HostWeights]]:
     """The float32 masters of one layer.
 
     Yields:

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,15 @@ from rollout_bridge.export.quant_config import MODELOPT_FILE, hf_quant_config, q
 from rollout_bridge.export.settings import ExportSettings
 from rollout_bridge.export.shards import ShardWriter
 from rollout_bridge.export.verify import verify_export
+from trace_jax.config import from_mapping
 from trace_jax.errors import UserError
-from trace_jax.evaluation.open_policy import open_policy
 from trace_jax.files import require_writable
 from trace_jax.models.hf import MAX_SHARD_BYTES, appearing_directory, carried_files, write_config
+from trace_jax.quantization.calibration import calibrate_by_layers
 from trace_jax.terminal import Announce, unannounced
 from trace_jax.tokenizers import BUILT_IN, load_tokenizer
-from trace_jax.train.setup import build_setup, calibrated
+from trace_jax.train.hf_policy import open_hf_policy
+from trace_jax.train.setup import build_setup, calibration_sequences
 from trace_jax.train.stored_policy import StoredPolicy, open_stored_policy
 
 SPARE_BYTES = 64 << 20
@@ -51,8 +54,8 @@ def export_checkpoint(
     """Writes a checkpoint as a directory that vLLM loads; it appears complete or not at all.
 
     In memory are the float32 routed experts of one layer, a block of experts while it is rounded, and at times the largest tensor
-    outside the experts. Two things need more: a checkpoint without multipliers is calibrated with the whole model in memory, and one that
-    was not stored layer by layer is decoded a whole array at a time.
+    outside the experts; while a checkpoint without multipliers is calibrated, one layer and what the prompts leave in the residual stream.
+    A checkpoint that was not stored layer by layer is decoded a whole array at a time.
 
     Args:
       path: run directory, checkpoint directory, or one step of it.
@@ -74,7 +77,26 @@ def export_checkpoint(
         raise UserError(f"{out} exists; choose another folder, nothing is overwritten")
     require_writable(out)
     announce(f"checking {path}")
-    stored = open_stored_policy(path)
+    with ExitStack() as opened:
+        stored = open_hf_policy(path, opened) if (path / "config.json").is_file() else open_stored_policy(path)
+        result = _export(stored, out, settings, verify, task, overrides, max_shard_bytes, announce)
+    return result | {
+        "seconds": round(time.perf_counter() - started, 3),
+        "memory_before_bytes": before,
+        "memory_peak_bytes": peak_bytes(),
+    }
+
+
+def _export(
+    stored: StoredPolicy,
+    out: Path,
+    settings: ExportSettings,
+    verify: bool,
+    task: str | None,
+    overrides: Sequence[str],
+    max_shard_bytes: int,
+    announce: Announce,
+) -> dict[str, Any]:
     require_exportable(stored.policy, settings)
     require_whole_blocks(stored.policy, settings)
     layers = settings.quantized_layers(stored.policy.config.num_layers)
@@ -83,8 +105,8 @@ def export_checkpoint(
     _require_space(out, size)
     missing = sorted(set(_sites(stored, settings)) - set(stored.multipliers))
     if missing:
-        announce(f"calibrating {', '.join(missing)}, with the whole model in memory")
-    multipliers = _multipliers(path, stored, settings, task, overrides) if missing else _checked(stored, stored.multipliers, settings)
+        announce(f"calibrating {', '.join(missing)}, one layer in memory at a time")
+    multipliers = _multipliers(stored, settings, task, overrides) if missing else _checked(stored, stored.multipliers, settings)
     with appearing_directory(out.absolute()) as directory:
         announce(f"writing {size / 1e6:.1f} MB to {directory}")
         with ShardWriter(directory, plan, max_shard_bytes) as writer:
@@ -105,7 +127,8 @@ def export_checkpoint(
         "quantized_layers": list(layers),
         "kv_cache_declared": settings.declare_kv,
         "calibrated_now": bool(missing),
-        "trained_for": stored.meta["config"]["rollout"]["weights"],
+        "trained_for": stored.meta["config"]["rollout"]["weights"] if stored.has_task else None,
+        "residual_fraction_left_out": stored.meta["config"]["rollout"]["residual_compensation"]["fraction"],
         "bytes_float32": stored.params.num_bytes,
         "bytes_bf16": stored.params.num_bytes // 2,
         "bytes_written": size,
@@ -113,9 +136,6 @@ def export_checkpoint(
         "modules_unquantized": len(unquantized_modules(stored.policy, settings)),
         "files": len(writer.files),
         "values_verified": compared,
-        "seconds": round(time.perf_counter() - started, 3),
-        "memory_before_bytes": before,
-        "memory_peak_bytes": peak_bytes(),
     }
 
 
@@ -126,21 +146,31 @@ def print_export(result: Mapping[str, Any]) -> None:
         f"{result['export']}: {result['tensors']} tensors, {megabytes['bytes_written']:.2f} MB in {result['format']} "
         f"(BF16: {megabytes['bytes_bf16']:.2f} MB), {result['seconds']:.1f} s, peak memory {megabytes['memory_peak_bytes']:.0f} MB"
     )
-    if result["format"] not in ("bf16", result["trained_for"]):
+    if result["trained_for"] and result["format"] not in ("bf16", result["trained_for"]):
         print(
             f"note: the checkpoint was trained for a rollout in {result['trained_for']}; {result['format']} is quantization after training"
+        )
+    if result["residual_fraction_left_out"]:
+        print(
+            f"note: the run compensated the residual of {result['residual_fraction_left_out']:.0%} of the input channels; an engine that "
+            "loads this does not, unless rollout.engine=vllm drives it"
         )
     if result["values_verified"] is not None:
         print(f"verified: {result['values_verified']} values decode to what the trainer computes with")
 
 
 def _multipliers(
-    path: Path, stored: StoredPolicy, settings: ExportSettings, task: str | None, overrides: Sequence[str]
+    stored: StoredPolicy, settings: ExportSettings, task: str | None, overrides: Sequence[str]
 ) -> dict[str, Float[np.ndarray, " L"]]:
     """Static multipliers from the prompts of a task, for a checkpoint that has none."""
-    opened = open_policy(path, overrides, task)
-    setup = build_setup(opened.config, (opened.policy.family, opened.policy.config), opened.task)
-    return _checked(stored, calibrated(setup, opened.params), settings)
+    if task is None and not stored.has_task:
+        raise UserError(f"{stored.folder} was never calibrated; name a task whose prompts are like those that it will answer: --task TASK")
+    values = stored.meta["config"] | {"tokenizer": stored.tokenizer}
+    chosen = [] if task is None else [f"task.name={task}"]
+    config = from_mapping(values, [*chosen, *overrides], source=f"the config of {stored.folder}")
+    setup = build_setup(config, (stored.policy.family, stored.policy.config))
+    multipliers = calibrate_by_layers(setup.policy, stored.params.read, calibration_sequences(setup), config.calibration.headroom)
+    return _checked(stored, multipliers, settings)
 
 
 def _sites(stored: StoredPolicy, settings: ExportSettings) -> list[str]:

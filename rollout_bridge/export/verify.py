@@ -24,13 +24,13 @@ from rollout_bridge.export.settings import ExportSettings
 from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import key_map
-from trace_jax.train.stored_policy import StoredParams
+from trace_jax.train.stored_policy import ParamSource
 
 Multipliers = Mapping[str, np.ndarray]
 Pair = tuple[str, Shaped[np.ndarray, "..."], Shaped[np.ndarray, "..."]]
 
 
-def verify_export(directory: Path, policy: Policy, settings: ExportSettings, params: StoredParams, multipliers: Multipliers) -> int:
+def verify_export(directory: Path, policy: Policy, settings: ExportSettings, params: ParamSource, multipliers: Multipliers) -> int:
     """Compares every value of an exported directory with the checkpoint it was made from.
 
     Args:
@@ -67,9 +67,7 @@ def _require_planned(directory: Path, files: ExportedFiles, policy: Policy, sett
         raise _failed("quantization_config of config.json is not that of the settings")
 
 
-def _pairs(
-    files: ExportedFiles, policy: Policy, settings: ExportSettings, params: StoredParams, multipliers: Multipliers
-) -> Iterator[Pair]:
+def _pairs(files: ExportedFiles, policy: Policy, settings: ExportSettings, params: ParamSource, multipliers: Multipliers) -> Iterator[Pair]:
     """Name, found and expected values of every weight and multiplier; experts last, layer by layer."""
     entries = key_map(policy.family, policy.config)
     for entry in entries:
@@ -89,7 +87,7 @@ def _pairs(
             yield from _expert_multipliers(files, experts, multipliers, settings.rounds_activations)
 
 
-def _expert_weights(files: ExportedFiles, policy: Policy, fmt: str, params: StoredParams, entries: list) -> Iterator[Pair]:
+def _expert_weights(files: ExportedFiles, policy: Policy, fmt: str, params: ParamSource, entries: list) -> Iterator[Pair]:
     """A function of its own, so that its end lets go of the layer before the next one is read."""
     by_place = {(entry.path[-1], entry.position[1]): entry for entry in entries}
     for first, masters in expert_blocks(policy, params, entries[0].layer):

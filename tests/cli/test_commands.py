@@ -128,7 +128,7 @@ def test_a_cache_of_a_method_without_a_record_is_refused_before_generating(folde
     def announce(what: str, done: int = 0, total: int | None = None) -> None:
         announced.append(what)
 
-    with pytest.raises(UserError, match="method naive records no guidance to save"):
+    with pytest.raises(UserError, match="method naive records no guidance to save; add method=trace"):
         generate_rollouts(
             folder / "config.yaml",
             ["method=naive"],

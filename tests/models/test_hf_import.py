@@ -240,7 +240,7 @@ def test_missing_directory_and_config(tmp_path: Path, make_checkpoint: Callable[
 
 
 @pytest.mark.parametrize(
-    "text, message", [("{", "not readable JSON"), ("[]", "holds no JSON object"), ('{"model_type": "llama"}', "'llama'.*qwen3_moe")]
+    "text, message", [("{", "not readable JSON"), ("[]", "holds no JSON object"), ('{"model_type": "gpt2"}', "'gpt2'.*qwen3_moe")]
 )
 def test_bad_config_files(make_checkpoint: Callable[..., Any], text: str, message: str) -> None:
     checkpoint = make_checkpoint()

@@ -93,6 +93,11 @@ def test_a_share_is_whole_blocks(fraction, expected):
     assert not expected or channel_counts({"expert_input": 64}, rollout_plan("mxfp4", "mxfp4", "bf16", "bf16"), 0.1) == {"expert_input": 32}
 
 
+def test_a_share_that_is_whole_blocks_gets_no_further_one():
+    """0.07 * 1600 is 112.00000000000001 in floating point, and 112 seven blocks of 16."""
+    assert channel_counts({"expert_input": 1600}, PLAN, 0.07) == {"expert_input": 112}
+
+
 def test_all_or_nothing_needs_no_sequences_and_a_choice_does():
     arguments = (tiny.policy(), PLAN, tiny.params(), tiny.multipliers(), [[]])
     assert choose_channels(*arguments, 0.0) == {}

@@ -24,13 +24,18 @@ class TimedEngine:
       step_s: seconds of a poll.
       lag: by how much the version that draws is behind the one acknowledged; `lags` times, then never.
       dies_at: poll at which it dies.
+      stepwise: a poll waits for a permit.
 
     Attributes:
+      permits: release one for each poll of a stepwise engine.
+      blocked: whether a poll waits for one.
       began: the version under which each request was submitted, by sample and attempt.
       threads: that called it, in the order of their first call.
     """
 
-    def __init__(self, step_s: float = 0.0, lag: int = 0, lags: int = 1 << 30, dies_at: int = -1):
+    def __init__(self, step_s: float = 0.0, lag: int = 0, lags: int = 1 << 30, dies_at: int = -1, stepwise: bool = False):
+        self.permits = threading.Semaphore(0)
+        self.blocked, self._stepwise = False, stepwise
         self._step_s, self._lag, self._lags, self._dies_at = step_s, lag, lags, dies_at
         self._running: dict[int, tuple[Request, list[int]]] = {}
         self._paused, self._alive, self._polls = False, True, 0
@@ -47,6 +52,11 @@ class TimedEngine:
 
     def poll(self, timeout: float = 0.0) -> Trajectories:
         self._seen()
+        if self._stepwise:
+            self.blocked = not self.permits.acquire(blocking=False)
+            if self.blocked:
+                self.permits.acquire()
+                self.blocked = False
         time.sleep(self._step_s)
         self._polls += 1
         self._alive = self._alive and self._polls != self._dies_at

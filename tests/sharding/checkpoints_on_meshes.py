@@ -41,7 +41,8 @@ def main(folder: Path) -> dict[str, Any]:
     config = from_mapping({"model": {"config": policy.config.to_dict()}, "tokenizer": "ascii"}).model_dump(mode="json")
 
     def step(state: TrainState) -> TrainState:
-        return update_policy(state, measure(state.params, state.multipliers, trajectories, settings, advantages=advantages), OPTIMIZER).state
+        measured = measure(state.params, state.multipliers, trajectories, settings, advantages=advantages)
+        return update_policy(state, measured, OPTIMIZER).state
 
     def save(state: TrainState, name: str) -> Checkpoints:
         checkpoints = Checkpoints(folder / name)
@@ -65,7 +66,7 @@ def main(folder: Path) -> dict[str, Any]:
             for part in (restored.params, restored.opt_state)
             for leaf, wanted in zip(jax.tree.leaves(part), _wanted(part, other), strict=True)
         )
-        result = {"equal": _difference(restored, state) == 0.0, "placed": placed}
+        result: dict[str, Any] = {"equal": _difference(restored, state) == 0.0, "placed": placed}
         if sizes == CONTINUED_ON:
             result["after"] = _difference(step(restored), after)
         found[f"{count}: {sizes}"] = result

@@ -44,6 +44,9 @@ CONFIG = replace(
 )
 OPTIMIZER = optax.adamw(1e-3)
 
+jax.config.update("jax_numpy_dtype_promotion", "strict")  # as in tests/conftest.py
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
 GROUPS: dict[str, dict[str, Any]] = {
     "dense": {"meshes": [{"data": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "expert": 4}]},
     "ragged": {"implementation": "ragged", "meshes": [{"expert": 8}, {"data": 4, "expert": 2}, {"fsdp": 2, "expert": 2, "tensor": 2}]},
@@ -160,7 +163,7 @@ def compare_transports() -> dict[str, float]:
         (operands, starts, sent, places), me = gathered, jax.lax.axis_index(axis_name)
         index = jnp.arange(output.shape[0])
         for source in range(operands.shape[0]):
-            row = index - places[source, me]
+            row = (index - places[source, me]).astype(jnp.int32)
             # A size that the two sides do not agree on hangs a real device; here it loses the rows.
             found = (row >= 0) & (row < sent[source, me]) & (sent[source, me] == recv_sizes[source])
             values = operands[source][jnp.clip(row + starts[source, me], 0, operand.shape[0] - 1)]

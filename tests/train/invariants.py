@@ -11,6 +11,17 @@ from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.train.read_checkpoint import complete_steps, read_meta
 from trace_jax.train.setup import load_config_task
 
+MODES = {"alternating": (), "asynchronous": ("sync.max_staleness=2",)}
+"""Overrides of the two ways to train."""
+
+
+def content(directory: Path) -> tuple[str, list[bytes]]:
+    """Metrics without what a clock measured, and the answers: what a repeated run must have again, bit for bit."""
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith(("time/", "throughput/"))} for row in read_metrics(directory)
+    ]
+    return json.dumps(rows), [path.read_bytes() for path in sorted((directory / "rollouts").iterdir())]
+
 
 def answers_of(directory: Path, step: int) -> list[dict[str, Any]]:
     """The rows of a step's file."""

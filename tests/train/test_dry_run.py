@@ -14,7 +14,7 @@ from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.models.registry import init_params
 from trace_jax.train.dry_run import memory_plan, plan_run
 from trace_jax.train.run import run_training
-from trace_jax.train.setup import build_setup
+from trace_jax.train.setup import build_setup, weight_updates
 
 
 @pytest.mark.parametrize(
@@ -84,3 +84,25 @@ def test_the_memory_plan_follows_the_settings(make_config):
     assert plan("guidance.audit.every=0")[audited] == 0 and plan("guidance.audit.sequences=99")[audited] == 4 * whole[audited]
     assert whole[behind] == 0
     assert plan("sync.every=2", "sync.max_staleness=1")[behind] == whole["masters and Adam moments (float32), bytes"] / 3
+
+
+def test_the_memory_plan_of_an_asynchronous_run(make_config):
+    """As many batches ahead as a stream begins before its trainer has done anything (tests/rollout/test_stream.py), less the one in use."""
+
+    def plan(*overrides):
+        return memory_plan(build_setup(make_config(*overrides)))
+
+    waiting, ahead, record = (
+        "new weights that wait for the engine, bytes",
+        "guidance record of batches ahead, bytes",
+        "guidance record of a step, bytes",
+    )
+    whole = plan()
+    assert whole[waiting] == whole[ahead] == 0
+    setup = build_setup(make_config("sync.max_staleness=2"))
+    params = init_params(setup.policy.family, setup.policy.config, jax.random.key(0))
+    multipliers = dict.fromkeys(("expert_input", "down_input", "k", "v"), jnp.ones(setup.policy.config.num_layers))
+    sent = [tensor for update in weight_updates(setup, params, multipliers) for tensor in update.tensors.values()]
+    assert memory_plan(setup)[waiting] == bytes_of(sent)
+    for settings, batches in ((["sync.max_staleness=2"], 2), (["sync.max_staleness=5", "train.updates_per_batch=2"], 2)):
+        assert plan(*settings)[ahead] == batches * whole[record]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.selection import slow_but
-from tests.train.invariants import violations
+from tests.train.invariants import MODES, content, violations
 from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.rollout.embedded.engine import EmbeddedEngine
 from trace_jax.tasks import Task
@@ -30,8 +29,6 @@ PHASES = {
     "checkpoint": (Checkpoints, "save"),
 }
 """Where each phase happens."""
-
-MODES = {"alternating": (), "asynchronous": ("sync.max_staleness=2",)}
 
 
 @contextmanager
@@ -64,14 +61,6 @@ def undisturbed(tmp_path_factory, config):
     directory = tmp_path_factory.mktemp("undisturbed")
     run_training(config("alternating"), directory)
     return content(directory)
-
-
-def content(directory) -> tuple[str, list[bytes]]:
-    """Metrics without what a clock measured, and the answers."""
-    rows = [
-        {name: value for name, value in row.items() if not name.startswith(("time/", "throughput/"))} for row in read_metrics(directory)
-    ]
-    return json.dumps(rows), [path.read_bytes() for path in sorted((directory / "rollouts").iterdir())]
 
 
 @pytest.mark.parametrize("mode", slow_but(["alternating"], MODES))

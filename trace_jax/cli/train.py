@@ -27,6 +27,10 @@ def train(
 
     settings = load(config, overrides or [])
     check_for_training(settings)
+
+    from trace_jax.sharding.processes import is_first, join, on_first
+
+    join()  # before anything asks jax for its devices
     if dry_run:
         from trace_jax.train.dry_run import plan_run, print_plan
 
@@ -36,16 +40,17 @@ def train(
     from trace_jax.train.run_folder import run_directory
 
     directory = run_directory(out, config.stem, resume=resume)
-    require_writable(directory)
+    on_first(lambda: require_writable(directory))
 
     def work(display: Display) -> dict[str, Any]:
         from trace_jax.train.run import run_training
 
-        ended = run_training(settings, directory, resume=resume, report=display.steps("training", settings.steps))
+        report = display.steps("training", settings.steps) if is_first() else None
+        ended = run_training(settings, directory, resume=resume, report=report)
         return {"run": directory, "metrics": ended.metrics}
 
     def show(result: dict[str, Any]) -> None:
-        if directory.is_dir():  # a stop before the start leaves nothing
+        if is_first() and directory.is_dir():  # a stop before the start leaves nothing
             typer.echo(f"run: {result['run']}")
 
-    run_and_show(work, show, json=json)
+    run_and_show(work, show, json=json and is_first())

@@ -26,16 +26,17 @@ from trace_jax.comparison.start import existing_start, make_start, start_policy
 from trace_jax.comparison.state import STATE, stored_start, write_state
 from trace_jax.config import Config, load
 from trace_jax.evaluation.open_policy import OpenPolicy
+from trace_jax.evaluation.precisions import precision_config
 from trace_jax.evaluation.run import pass_rate_at
 from trace_jax.files import write_atomic
 from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.models.registry import ModelConfig
 from trace_jax.tasks import Task
-from trace_jax.terminal import Announce, unannounced
+from trace_jax.terminal import Announce, say, unannounced
 from trace_jax.train.checkpoint import load_policy
 from trace_jax.train.read_checkpoint import complete_steps
 from trace_jax.train.run import Shared, run_training
-from trace_jax.train.run_folder import Report, claimed, say
+from trace_jax.train.run_folder import Report, claimed
 from trace_jax.train.setup import build_setup, load_config_task
 from trace_jax.train.skipped import Diverged
 from trace_jax.train.stop import StopRequest, stop_on_signal
@@ -82,7 +83,7 @@ def run_comparison(
 
 
 def require_setups(comparison: Comparison, policy: tuple[str, ModelConfig] | None, task: Task) -> None:
-    """Refuses what the start of a run would refuse.
+    """Refuses what the start of a run, or its evaluation with a BF16 rollout, would refuse.
 
     Args:
       policy: family and shape of the start; None for that of the config.
@@ -93,6 +94,8 @@ def require_setups(comparison: Comparison, policy: tuple[str, ModelConfig] | Non
         setup.require_rows()
         setup.max_sequence_tokens()
         setup.capture()
+        if not rolls_out_in_bf16(config):
+            build_setup(precision_config(config, "bf16", "naive"), policy, task)
 
 
 @dataclass

@@ -15,8 +15,8 @@ from trace_jax.quantization.plan import BLOCK_FORMATS
 ENGINE_GROUP = "trace_jax.engines"
 """Entry-point group in which installed packages offer rollout engines.
 
-`NAME = "module:factory"` is what `rollout.engine: NAME` takes. The factory is called with one argument, the run's
-`trace_jax.train.setup.Setup`, and returns a `trace_jax.rollout.Engine` without weights; they follow by `update_weights`.
+`NAME = "module:factory"` is what `rollout.engine: NAME` takes. The factory is called with one argument, a
+`trace_jax.rollout.engine_setup.EngineSetup`, and returns a `trace_jax.rollout.Engine` without weights; they follow by `update_weights`.
 """
 
 
@@ -72,6 +72,10 @@ def _check_not_implemented(config: Config) -> None:
             )
         if config.rollout.partial_sums != 1:
             raise UserError(f"rollout.partial_sums is {config.rollout.partial_sums}, which only rollout.engine: jax imitates; write 1")
+    if config.rollout.launcher == "process" and config.rollout.engines > 1:
+        raise UserError(
+            f"rollout.engines is {config.rollout.engines}, but rollout.launcher process runs one engine; write launcher: ray, or engines: 1"
+        )
     if config.rollout.residual_compensation.fraction > 0:
         _check_compensation(config)
     for axis, size in config.mesh:

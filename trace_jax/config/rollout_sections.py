@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from trace_jax.config.layer_spec import LayerSpec, parse_layers
+from trace_jax.config.ray_section import RaySection
 from trace_jax.config.section import Count, Positive, Section, distinct
 from trace_jax.config.vllm_section import VllmSection
 from trace_jax.quantization.plan import RECORDED_SITES, Format, RecordedSite
@@ -32,6 +33,8 @@ class RolloutSection(Section):
 
     Args:
       engine: `jax` (embedded) or the name of an installed engine.
+      launcher: `process` runs one engine from the trainer's process, `ray` runs `engines` of them on a Ray cluster.
+      engines: how many; prompts are divided among them by length.
       weights, activations, kv_cache: formats of the routed experts' weights and inputs and of the cache.
       scope: which linear layers are quantized.
       activation_scale: `static` (calibrated, constant for the run) or `per_token`.
@@ -42,13 +45,16 @@ class RolloutSection(Section):
       max_prompt_tokens: longest prompt accepted; null is the model's context less `max_new_tokens`.
       temperature: of sampling; 0 is greedy.
       top_p, top_k: truncation of the distribution; 1.0 and -1 switch it off.
-      max_batch: sequences generated at the same time; null is all of them.
+      max_batch: sequences that an engine generates at the same time; null is all that it has.
       partial_sums: the embedded engine sums attention output and experts in this many shares, each rounded to the compute
         dtype, as an engine spread over so many devices does; 1 is the trainer's own arithmetic.
       vllm: how vLLM is run, with `engine: vllm`.
+      ray: how engines are placed and replaced, with `launcher: ray`.
     """
 
     engine: str = "jax"
+    launcher: Literal["process", "ray"] = "process"
+    engines: Positive = 1
     weights: Format = "nvfp4"
     activations: Format = "nvfp4"
     kv_cache: KvCacheSection = KvCacheSection()
@@ -65,6 +71,7 @@ class RolloutSection(Section):
     max_batch: Positive | None = None
     partial_sums: Positive = 1
     vllm: VllmSection = VllmSection()
+    ray: RaySection = RaySection()
 
     def format_of(self, site: str) -> Format:
         """Format of a recordable site: `expert_input`, `k` or `v`."""

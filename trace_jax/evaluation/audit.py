@@ -28,6 +28,7 @@ from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.rollout.padding import PaddedSite, pack_batch
 from trace_jax.rollout.trajectories import Trajectories
+from trace_jax.sharding.placement import to_host
 from trace_jax.train.batches import TrainBatch, make_batch
 from trace_jax.train.objective import ObjectiveSpec
 from trace_jax.train.state import TrainState
@@ -122,7 +123,7 @@ def compare_sites(
         full = pack_batch(recorded, micro.bins, micro.length, micro.rows).guidance
         assert full is not None  # just put there
         for name, record in full.sites.items():
-            values: SiteValues = jax.device_get(observed[name])
+            values: SiteValues = to_host(observed[name])
             for slot, layer in enumerate(record.layer_ids.tolist()):
                 found = _compare(_layer(values, config.layers_of(name).index(layer)), record, slot, full.valid)
                 results[name, layer] = results[name, layer] + found if (name, layer) in results else found

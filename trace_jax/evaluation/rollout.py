@@ -54,7 +54,8 @@ def generate_rollouts(
     split = split or config.eval.split
     try:
         if save_cache is not None and config.guidance.record == "none":
-            raise UserError(f"method {config.method} records no guidance to save; add method=trace, or leave --save-cache out")
+            remedy = "guidance.record=mantissa" if config.rollout.residual_compensation.fraction > 0 else "method=trace"
+            raise UserError(f"method {config.method} records no guidance to save; add {remedy}, or leave --save-cache out")
         setup = opened.setup(config)
         rows = opened.task.rows(split)[: max_prompts or config.eval.max_prompts]
         answers = len(rows) * config.rollout.group_size

@@ -106,7 +106,7 @@ class Route(NamedTuple):
     room: int
     ragged: bool
 
-    def send(self, rows: Shaped[Array, "room *width"], fill: int) -> Shaped[Array, "places *width"]:
+    def send(self, rows: Shaped[Array, "room ..."], fill: int) -> Shaped[Array, "places ..."]:
         """The rows that the devices send here, `room` places for each of them; `fill` where there is none."""
         me, devices = jax.lax.axis_index("expert"), self.rows.shape[0]
         starts, mine = self._starts(), self.rows[me]
@@ -114,13 +114,13 @@ class Route(NamedTuple):
             places = jnp.full((devices * self.room, *rows.shape[1:]), fill, rows.dtype)
             there = jnp.full(devices, me * self.room, jnp.int32)
             return jax.lax.ragged_all_to_all(rows, places, starts[me], mine, there, self.rows[:, me], axis_name="expert")
-        place = jnp.arange(self.room, dtype=jnp.int32)
+        place = jnp.arange(self.room, dtype=jnp.int32)[None]
         source = starts[me][:, None] + place
         full = (place < mine[:, None]).reshape(devices, self.room, *[1] * (rows.ndim - 1))
         slots = jnp.where(full, rows[jnp.minimum(source, self.room - 1)], jnp.asarray(fill, rows.dtype))
         return jax.lax.all_to_all(slots, "expert", 0, 0, tiled=True).reshape(-1, *rows.shape[1:])
 
-    def send_back(self, places: Shaped[Array, "places *width"]) -> Shaped[Array, "room *width"]:
+    def send_back(self, places: Shaped[Array, "places ..."]) -> Shaped[Array, "room ..."]:
         """The inverse of `send`."""
         me, devices = jax.lax.axis_index("expert"), self.rows.shape[0]
         starts = self._starts()

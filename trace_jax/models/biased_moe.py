@@ -12,13 +12,12 @@ from jaxtyping import Array, Float
 from trace_jax.errors import UserError
 from trace_jax.layers.router import route_by_biased_sigmoid
 from trace_jax.models.blocks import Choice, feed_forward, normed, routed_experts, router_logits
-from trace_jax.models.decoder import run_decoder
+from trace_jax.models.decoder import ApplyLayer
 from trace_jax.models.decoder_config import DENSE, LayerGroup, MoeConfig, dense_first
 from trace_jax.models.hf_config import agreeing
-from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.key_map import Entry, LayerTensor, decoder_entries, expert_tensors, layer_norm_tensors, mlp_tensors
 from trace_jax.models.layer_scope import LayerScope
-from trace_jax.models.modules import Decoder, Experts, Mlp, linear, norm, zeros
+from trace_jax.models.modules import Experts, Mlp, linear, norm, zeros
 
 Attend = Callable[[Any, Float[Array, "B T D"], LayerScope], Float[Array, "B T D"]]
 """(attention module, normed input, scope) -> what is added to the residual stream."""
@@ -106,15 +105,15 @@ class Layer(nnx.Module):
             self.shared_experts = Mlp(config, config.shared_hidden_size, rngs)
 
 
-def run(model: Decoder, config: BiasedMoeConfig, inputs: ForwardInputs, options: ForwardOptions, attend: Attend) -> ForwardOutput:
-    """Runs the decoder with a family's attention; see `run_decoder`."""
+def layer_function(config: BiasedMoeConfig, attend: Attend) -> ApplyLayer:
+    """The function of a layer with a family's attention."""
     eps = config.rms_norm_eps
 
     def apply_layer(layer: Layer, kind: str, x: Float[Array, "B T D"], scope: LayerScope) -> Float[Array, "B T D"]:
         x = x + attend(layer.attention, normed(x, layer.input_norm, eps), scope)
         y = normed(x, layer.post_attention_norm, eps)
         if kind == DENSE:
-            return x + feed_forward(layer.mlp, y, options.partial_sums)
+            return x + feed_forward(layer.mlp, y, scope.options.partial_sums)
 
         def choose(y: Float[Array, "B T D"]) -> Choice:
             return route_by_biased_sigmoid(
@@ -128,9 +127,9 @@ def run(model: Decoder, config: BiasedMoeConfig, inputs: ForwardInputs, options:
                 replay=scope.replay,
             )
 
-        return x + (routed_experts(layer.experts, y, scope, choose) + feed_forward(layer.shared_experts, y, options.partial_sums))
+        return x + (routed_experts(layer.experts, y, scope, choose) + feed_forward(layer.shared_experts, y, scope.options.partial_sums))
 
-    return run_decoder(model, config, inputs, options, apply_layer)
+    return apply_layer
 
 
 def key_map(config: BiasedMoeConfig, attention: Callable[[], Iterable[LayerTensor]]) -> list[Entry]:

@@ -64,6 +64,20 @@ def run_decoder(
     )
 
 
+def run_layer(
+    module: nnx.Module,
+    stack: Stack,
+    config: DecoderConfig,
+    x: Float[Array, "B T D"],
+    inputs: ForwardInputs,
+    options: ForwardOptions,
+    apply_layer: ApplyLayer,
+) -> tuple[Float[Array, "B T D"], Reports]:
+    """One layer without a cache; `module` and what is returned have a leading axis of one. Arguments as in `run_decoder`."""
+    x, _, (reports,) = _run_group([module], [stack], config, x, None, None, inputs, options, apply_layer)
+    return x, reports
+
+
 def _run_group(
     modules: Sequence[nnx.Module],
     members: Sequence[Stack],

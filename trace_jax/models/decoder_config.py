@@ -41,6 +41,10 @@ class Stack(NamedTuple):
     kind: str
     layer_ids: tuple[int, ...]
 
+    def only(self, index: int) -> Stack:
+        """The layer at an index as a stack of one."""
+        return Stack(self.path, self.kind, (self.layer_ids[index],))
+
 
 class Site(NamedTuple):
     """An activation site: the layers that have it, the axes between token and width, and the width along which blocks run."""

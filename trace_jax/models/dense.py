@@ -9,9 +9,8 @@ from jaxtyping import Array, Float
 
 from trace_jax.layers.rope import Tables
 from trace_jax.models.blocks import feed_forward, normed, self_attention
-from trace_jax.models.decoder import run_decoder
+from trace_jax.models.decoder import ApplyLayer
 from trace_jax.models.decoder_config import DecoderConfig
-from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.key_map import Entry, LayerTensor, attention_tensors, decoder_entries, layer_norm_tensors, mlp_tensors
 from trace_jax.models.layer_scope import LayerScope
 from trace_jax.models.modules import Attention, Decoder, Mlp, norm
@@ -37,15 +36,15 @@ def make_decoder(config: DecoderConfig, hidden: int, rngs: nnx.Rngs, *, norms: t
     return Decoder(config, rngs, lambda kind, keys: Layer(config, hidden, keys, norms=norms, biases=biases))
 
 
-def run(model: Decoder, config: DecoderConfig, inputs: ForwardInputs, options: ForwardOptions, turns: Tables) -> ForwardOutput:
-    """Runs the decoder; see `run_decoder`."""
+def layer_function(config: DecoderConfig, turns: Tables) -> ApplyLayer:
+    """The function of a layer; `turns` are the rotary tables of the tokens."""
     eps = config.rms_norm_eps
 
     def apply_layer(layer: Layer, kind: str, x: Float[Array, "B T D"], scope: LayerScope) -> Float[Array, "B T D"]:
         x = x + self_attention(layer.attention, config, normed(x, layer.input_norm, eps), scope, turns)
-        return x + feed_forward(layer.mlp, normed(x, layer.post_attention_norm, eps), options.partial_sums)
+        return x + feed_forward(layer.mlp, normed(x, layer.post_attention_norm, eps), scope.options.partial_sums)
 
-    return run_decoder(model, config, inputs, options, apply_layer)
+    return apply_layer
 
 
 def key_map(config: DecoderConfig, hidden: int, *, norms: tuple[int, int] | None = None, biases: str = "") -> list[Entry]:

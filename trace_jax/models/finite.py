@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from trace_jax.errors import UserError
 from trace_jax.models.registry import Params
+from trace_jax.sharding.placement import to_host
 
 
 def require_finite(params: Params, where: object) -> None:
@@ -21,7 +22,7 @@ def require_finite(params: Params, where: object) -> None:
       UserError: naming the first weight that holds a NaN or an infinity.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    finite = jax.device_get(_all_finite([leaf for _, leaf in leaves]))
+    finite = to_host(_all_finite([leaf for _, leaf in leaves]))
     for (path, _), good in zip(leaves, finite, strict=True):
         if not good:
             name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)

@@ -23,11 +23,12 @@ from jax.typing import DTypeLike
 from trace_jax.errors import UserError
 from trace_jax.files import flush_to_disk
 from trace_jax.models.hf_config import agreeing
-from trace_jax.models.hf_tensors import from_hf_tensors, to_hf_tensors
-from trace_jax.models.key_map import FLOAT32_LEAVES, file_shapes
+from trace_jax.models.hf_tensors import Source, entries_in, from_hf_tensors, to_hf_tensors
+from trace_jax.models.key_map import FLOAT32_LEAVES, Entry, file_shapes, parameter_shapes
 from trace_jax.models.quantized_files import QuantizedTensorFiles
 from trace_jax.models.registry import FAMILIES, key_map
 from trace_jax.models.tensor_files import TensorFiles, read_json, write_tensors
+from trace_jax.models.upcycled_files import UpcycledFiles, Upcycling, upcycling_target
 
 STORED_DTYPES = ("bfloat16", "float16", "float32")
 MAX_SHARD_BYTES = 5_000_000_000
@@ -53,11 +54,22 @@ class HfCheckpoint(NamedTuple):
     params: dict[Any, Any]
 
 
-def load_hf_directory(path: str | Path) -> HfCheckpoint:
-    """Reads config.json and every tensor; each parameter is filled exactly once and each file key is accounted for.
+class OpenHfCheckpoint(NamedTuple):
+    """A checkpoint that stays on disk: family, config, the entries of its key map as the files hold them, and the files."""
+
+    family: str
+    config: Any
+    entries: list[Entry]
+    files: Source
+
+
+@contextmanager
+def open_hf_directory(path: str | Path, upcycling: Upcycling | None = None) -> Iterator[OpenHfCheckpoint]:
+    """Reads config.json and the names and shapes of all tensors; each parameter is filled exactly once and each key accounted for.
 
     Args:
-      path: directory with config.json and safetensors (one file, or shards with an index).
+      path: directory with config.json and safetensors (one file, or shards with an index), quantized or not.
+      upcycling: how a dense checkpoint is read as a mixture of experts; None reads it as it is.
 
     Raises:
       UserError: the directory is incomplete or damaged, its family or configuration is not supported, or its tensors
@@ -67,20 +79,23 @@ def load_hf_directory(path: str | Path) -> HfCheckpoint:
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory; give the directory of a Hugging Face checkpoint")
     config_json = read_json(directory / "config.json")
-    model_type = config_json.get("model_type")
-    family = next((name for name, made in FAMILIES.items() if model_type in (name, made.MODEL_TYPE or name)), None)
-    if family is None:
-        raise UserError(
-            f"{directory}: config.json: model_type is {model_type!r}; take a checkpoint of a supported type: {', '.join(FAMILIES)}"
-        )
     quantization = config_json.pop("quantization_config", None)
-    try:
-        config = _hf_config(family).from_hf(config_json)
-    except UserError as error:
-        raise UserError(f"{directory}: {error}") from error
+    family, config = _read_config(directory, config_json)
     with TensorFiles(directory) if quantization is None else QuantizedTensorFiles(directory, quantization) as files:
-        params = from_hf_tensors(config, key_map(family, config), files, _further_layers(config_json, config.num_layers))
-    return HfCheckpoint(family, config, params)
+        further = _further_layers(config_json, config.num_layers)
+        source: Source = files
+        if upcycling is not None:
+            target = upcycling_target(family)
+            family, config = _read_config(directory, target.config(config_json, upcycling))
+            source = UpcycledFiles(files, target, config.num_layers, upcycling)
+        yield OpenHfCheckpoint(family, config, entries_in(source, config, key_map(family, config), further), source)
+
+
+def load_hf_directory(path: str | Path) -> HfCheckpoint:
+    """Reads a checkpoint into memory; arguments and errors are those of `open_hf_directory`, errors of `pieces` are added."""
+    with open_hf_directory(path) as opened:
+        shapes = parameter_shapes(key_map(opened.family, opened.config))
+        return HfCheckpoint(opened.family, opened.config, from_hf_tensors(opened.files, opened.entries, shapes))
 
 
 def save_hf_directory(
@@ -155,6 +170,19 @@ def appearing_directory(target: Path) -> Iterator[Path]:
 def carried_files(directory: str | Path) -> list[Path]:
     """The `CARRIED_FILES` that a directory holds."""
     return [file for name in CARRIED_FILES if (file := Path(directory) / name).is_file()]
+
+
+def _read_config(directory: Path, config_json: dict[str, Any]) -> tuple[str, Any]:
+    model_type = config_json.get("model_type")
+    family = next((name for name, made in FAMILIES.items() if model_type in (name, made.MODEL_TYPE or name)), None)
+    if family is None:
+        raise UserError(
+            f"{directory}: config.json: model_type is {model_type!r}; take a checkpoint of a supported type: {', '.join(FAMILIES)}"
+        )
+    try:
+        return family, _hf_config(family).from_hf(config_json)
+    except UserError as error:
+        raise UserError(f"{directory}: {error}") from error
 
 
 def _hf_config(family: str) -> ModuleType:

@@ -8,8 +8,9 @@ transformers 5 holds experts fused in memory and saves them per expert, unless t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -17,7 +18,7 @@ from jaxtyping import Float
 from trace_jax.errors import UserError
 from trace_jax.models.decoder_config import DecoderConfig
 from trace_jax.models.key_map import EMBED, HEAD, Entry, TreePath, file_shapes, flatten, nest, parameter_shapes
-from trace_jax.models.tensor_files import TensorFiles, listed
+from trace_jax.models.tensor_files import listed
 
 Params: TypeAlias = dict[Any, Any]
 
@@ -27,41 +28,79 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 _PER_EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 
 
-def from_hf_tensors(config: DecoderConfig, entries: Sequence[Entry], files: TensorFiles, ignored_layers: Sequence[int] = ()) -> Params:
-    """Reads a checkpoint, in either layout of experts where its names are those of Qwen3-MoE.
+@runtime_checkable
+class Source(Protocol):
+    """What tensors are read from: `TensorFiles`, or another view of such files."""
+
+    @property
+    def directory(self) -> Path:
+        """Where the files lie."""
+        ...
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        ...
+
+    def read(self, name: str) -> Float[np.ndarray, "*shape"]:
+        """One tensor as float32; raises UserError if it is damaged."""
+        ...
+
+
+def entries_in(files: Source, config: DecoderConfig, entries: Sequence[Entry], ignored_layers: Sequence[int] = ()) -> list[Entry]:
+    """The entries as the files hold them: where names are those of Qwen3-MoE, experts one by one or fused.
 
     Args:
+      files: the open checkpoint.
       config: shape of the model, from the checkpoint's config.json.
       entries: the family's key map.
-      files: the open checkpoint.
       ignored_layers: layers of the files that the logits do not depend on (those that predict further tokens).
 
-    Returns:
-      Nested dict of float32 NumPy arrays.
-
     Raises:
-      UserError: a tensor is missing, unknown, given in two layouts, of the wrong shape or type, or not finite.
+      UserError: a tensor is missing, unknown, given in two layouts or of the wrong shape, or a head that is said to be tied differs.
     """
     prefixes = {entry.layer: match[1] for entry in entries if (match := _PER_EXPERT.fullmatch(entry.name)) and entry.layer is not None}
     fused = {layer: prefix for layer, prefix in prefixes.items() if any(name in files.names for name in _fused_names(prefix))}
     separate = [entry for entry in entries if not (entry.layer in fused and entry.is_expert)]
     _check_names(config, files, entries, separate, fused, ignored_layers)
-    transposed = {layer: _is_transposed(config, files, prefix) for layer, prefix in fused.items()}
-
-    leaves = {path: np.empty(shape, np.float32) for path, shape in parameter_shapes(entries).items()}
-    name, tensor = "", np.empty(0, np.float32)
-    for entry in separate:
-        if entry.name != name:
-            name, tensor = entry.name, files.read(entry.name)
-        leaves[entry.path][entry.position] = entry.taken_from(tensor)
-    stacked = {entry.layer: entry for entry in entries if entry.is_expert}
-    for layer, prefix in fused.items():
-        _read_fused(config, files, prefix, transposed[layer], stacked[layer], leaves)
-    if config.tie_embeddings and HEAD in files.names and not np.array_equal(files.read(HEAD), leaves["embed", "weight"]):
+    if config.tie_embeddings and HEAD in files.names and not np.array_equal(files.read(HEAD), files.read(EMBED)):
         raise UserError(
             f"{files.directory}: config.json says tie_word_embeddings, but {HEAD} differs from {EMBED}; "
             "write tie_word_embeddings: false to keep both"
         )
+    stacked = {entry.layer: entry for entry in entries if entry.is_expert}
+    return separate + [entry for layer, prefix in fused.items() for entry in _fused_entries(config, files, prefix, stacked[layer])]
+
+
+def pieces(files: Source, entries: Sequence[Entry]) -> Iterator[tuple[TreePath, tuple[int, ...], Float[np.ndarray, "*shape"]]]:
+    """Path in our tree, indices of its leading axes, and float32 values, for each of `entries_in`; one tensor in memory at a time.
+
+    Raises:
+      UserError: a tensor is of the wrong type or not finite.
+    """
+    name, tensor = "", np.empty(0, np.float32)
+    for entry in entries:
+        if entry.name != name:
+            name, tensor = entry.name, files.read(entry.name)
+        yield entry.path, entry.position, entry.taken_from(tensor)
+
+
+def from_hf_tensors(files: Source, entries: Sequence[Entry], shapes: Mapping[TreePath, tuple[int, ...]]) -> Params:
+    """All tensors of `entries_in` as a nested dict of float32 NumPy arrays.
+
+    Args:
+      shapes: of every array, by its path.
+
+    Raises:
+      UserError: as `pieces`.
+    """
+    leaves = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
+    for path, position, values in pieces(files, entries):
+        leaves[path][position] = values
     return nest(leaves)
 
 
@@ -104,7 +143,7 @@ def _fused_names(prefix: str) -> tuple[str, str]:
 
 def _check_names(
     config: DecoderConfig,
-    files: TensorFiles,
+    files: Source,
     entries: Sequence[Entry],
     separate: Sequence[Entry],
     fused: dict[int, str],
@@ -133,31 +172,26 @@ def _check_names(
         raise UserError(f"{files.directory}: wrong shape: {listed(wrong)}; weights and config.json must describe one model")
 
 
-def _is_transposed(config: DecoderConfig, files: TensorFiles, prefix: str) -> bool:
-    """Whether a fused layer has the older form `[E, in, out]`; 2F = D and F = D cannot both hold, so one form fits at most."""
+def _fused_entries(config: DecoderConfig, files: Source, prefix: str, expert: Entry) -> Iterator[Entry]:
+    """The experts of a layer, of which `expert` is any, as parts of two tensors.
+
+    The older form is `[E, in, out]`; 2F = D and F = D cannot both hold, so one form fits at most.
+    """
     experts, hidden, width = config.num_experts, config.expert_hidden_size, config.hidden_size
     names = _fused_names(prefix)
     shapes = tuple(files.shape(name) for name in names)
-    if shapes == ((experts, 2 * hidden, width), (experts, width, hidden)):
-        return False
-    if shapes == ((experts, width, 2 * hidden), (experts, hidden, width)):
-        return True
-    raise UserError(
-        f"{files.directory}: wrong shape: {names[0]} is {shapes[0]} and {names[1]} is {shapes[1]}, not {(experts, 2 * hidden, width)} and "
-        f"{(experts, width, hidden)} or both transposed; weights and config.json must describe one model"
-    )
-
-
-def _read_fused(
-    config: DecoderConfig, files: TensorFiles, prefix: str, transposed: bool, entry: Entry, leaves: dict[TreePath, np.ndarray]
-) -> None:
-    """Fills the experts of a layer, of which `entry` is any."""
-    gate_up, down = (files.read(name) for name in _fused_names(prefix))
-    if transposed:
-        gate_up, down = gate_up.swapaxes(1, 2), down.swapaxes(1, 2)
-    hidden = config.expert_hidden_size
-    for name, values in {"gate": gate_up[:, :hidden], "up": gate_up[:, hidden:], "down": down}.items():
-        leaves[(*entry.path[:-1], name)][entry.position[0]] = values
+    transposed = shapes == ((experts, width, 2 * hidden), (experts, hidden, width))
+    if not transposed and shapes != ((experts, 2 * hidden, width), (experts, width, hidden)):
+        raise UserError(
+            f"{files.directory}: wrong shape: {names[0]} is {shapes[0]} and {names[1]} is {shapes[1]}, not "
+            f"{(experts, 2 * hidden, width)} and {(experts, width, hidden)} or both transposed; weights and config.json must describe "
+            "one model"
+        )
+    whole, path, place = slice(None), expert.path[:-1], expert.position[:1]
+    for part, rows in {"gate": slice(0, hidden), "up": slice(hidden, 2 * hidden)}.items():
+        index = (whole, whole, rows) if transposed else (whole, rows)
+        yield Entry(names[0], (experts, hidden, width), (*path, part), place, expert.layer, index, transposed)
+    yield Entry(names[1], (experts, width, hidden), (*path, "down"), place, expert.layer, (), transposed)
 
 
 def _shape(leaf: Any) -> tuple[int, ...] | None:

@@ -17,12 +17,14 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from trace_jax.errors import UserError
-from trace_jax.models.decoder_config import DecoderConfig
+from trace_jax.models.decoder import ApplyLayer, run_decoder, run_layer
+from trace_jax.models.decoder_config import DecoderConfig, Stack
 from trace_jax.models.deepseek_v3.config import DeepseekV3Config
 from trace_jax.models.glm4_moe.config import Glm4MoeConfig
 from trace_jax.models.gpt_oss.config import GptOssConfig
 from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
 from trace_jax.models.key_map import Entry
+from trace_jax.models.layer_scope import Reports
 from trace_jax.models.llama.config import LlamaConfig
 from trace_jax.models.mixtral.config import MixtralConfig
 from trace_jax.models.modules import Decoder
@@ -50,10 +52,10 @@ FAMILIES: dict[str, type[ModelConfig]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """The functions of a family: its decoder, the forward pass, and its names in Hugging Face checkpoints."""
+    """The functions of a family: its decoder, that of a layer, and its names in Hugging Face checkpoints."""
 
     make: Callable[..., Decoder]
-    forward: Callable[..., ForwardOutput]
+    layer_function: Callable[..., ApplyLayer]
     key_map: Callable[..., list[Entry]]
 
 
@@ -68,7 +70,7 @@ def family_of(name: str) -> Family:
         raise UserError(f"model.family {name!r} is not supported; write one of: {', '.join(FAMILIES)}")
     modeling = importlib.import_module(f"trace_jax.models.{name}.modeling")
     params = importlib.import_module(f"trace_jax.models.{name}.params")
-    return Family(modeling.make, modeling.forward, params.key_map)
+    return Family(modeling.make, modeling.layer_function, params.key_map)
 
 
 def config_from_dict(family: str, values: dict[str, Any]) -> ModelConfig:
@@ -80,6 +82,14 @@ def config_from_dict(family: str, values: dict[str, Any]) -> ModelConfig:
 @functools.cache
 def _skeleton(family: str, config: ModelConfig) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: family_of(family).make(config, nnx.Rngs(0))))
+
+
+@functools.cache
+def _layer_skeleton(family: str, config: ModelConfig, path: tuple[str | int, ...]) -> tuple[Any, Any]:
+    module: Any = nnx.eval_shape(lambda: family_of(family).make(config, nnx.Rngs(0)))
+    for key in path:
+        module = getattr(module, key) if isinstance(key, str) else module[key]
+    return nnx.split(module)
 
 
 def init_params(family: str, config: ModelConfig, key: PRNGKeyArray) -> Params:
@@ -99,7 +109,27 @@ def param_shapes(family: str, config: ModelConfig) -> Params:
 
 def apply(family: str, config: ModelConfig, params: Params, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
     """The forward pass of a family as a pure function of its parameters."""
-    return family_of(family).forward(bind(family, config, params), config, inputs, options)
+    return run_decoder(bind(family, config, params), config, inputs, options, family_of(family).layer_function(config, inputs))
+
+
+def apply_layer(
+    family: str, config: ModelConfig, params: Params, stack: Stack, x: Float[Array, "B T D"], inputs: ForwardInputs, options: ForwardOptions
+) -> tuple[Float[Array, "B T D"], Reports]:
+    """One layer alone, so that a model need not be in memory to be run.
+
+    Args:
+      params: of the layer, with a leading axis of one, as below `stack.path` in the whole tree.
+      stack: a stack of one layer (`Stack.only`).
+      x: residual stream before the layer.
+
+    Returns:
+      The residual stream after it, and what was asked for, with a leading axis of one.
+    """
+    graphdef, state = _layer_skeleton(family, config, stack.path)
+    state = jax.tree.map(lambda x: x, state)
+    nnx.replace_by_pure_dict(state, params)
+    module = nnx.merge(graphdef, state)
+    return run_layer(module, stack, config, x, inputs, options, family_of(family).layer_function(config, inputs))
 
 
 def output_head(family: str, config: ModelConfig, params: Params) -> Float[Array, "V D"]:

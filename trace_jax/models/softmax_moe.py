@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 from trace_jax.layers import rope
 from trace_jax.layers.router import route
 from trace_jax.models.blocks import Choice, normed, routed_experts, router_logits, self_attention
-from trace_jax.models.decoder import run_decoder
+from trace_jax.models.decoder import ApplyLayer
 from trace_jax.models.decoder_config import MoeConfig
-from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
+from trace_jax.models.inputs import ForwardInputs
 from trace_jax.models.layer_scope import LayerScope
 from trace_jax.models.modules import Attention, Decoder, Experts, linear, norm
 
@@ -34,8 +34,8 @@ def make_decoder(config: MoeConfig, rngs: nnx.Rngs, *, norms: tuple[int, int] | 
     return Decoder(config, rngs, lambda kind, keys: Layer(config, keys, norms=norms, biases=biases))
 
 
-def run(model: Decoder, config: MoeConfig, inputs: ForwardInputs, options: ForwardOptions, *, norm_topk_prob: bool) -> ForwardOutput:
-    """Runs the decoder; see `run_decoder`."""
+def layer_function(config: MoeConfig, inputs: ForwardInputs, *, norm_topk_prob: bool) -> ApplyLayer:
+    """The function of a layer."""
     turns, eps = rope.tables(inputs.positions, config.head_dim, config.rope_theta), config.rms_norm_eps
 
     def apply_layer(layer: Layer, kind: str, x: Float[Array, "B T D"], scope: LayerScope) -> Float[Array, "B T D"]:
@@ -45,4 +45,4 @@ def run(model: Decoder, config: MoeConfig, inputs: ForwardInputs, options: Forwa
         x = x + self_attention(layer.attention, config, normed(x, layer.input_norm, eps), scope, turns)
         return x + routed_experts(layer.experts, normed(x, layer.post_attention_norm, eps), scope, choose)
 
-    return run_decoder(model, config, inputs, options, apply_layer)
+    return apply_layer

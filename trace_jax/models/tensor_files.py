@@ -112,7 +112,8 @@ class TensorFiles:
         """
         if not np.isfinite(values).all():
             raise UserError(
-                f"{self.directory / self._file_of.get(name, '')}: {name} holds NaN or infinity; the checkpoint is damaged: take an earlier one"
+                f"{self.directory / self._file_of.get(name, '')}: {name} holds NaN or infinity; the checkpoint is damaged: take an "
+                "earlier one"
             )
         return values
 

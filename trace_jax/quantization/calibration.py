@@ -7,8 +7,9 @@ constant for a run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,20 @@ from jaxtyping import Array, Float, Int, Int32, Shaped
 
 from trace_jax.errors import UserError
 from trace_jax.layers.attention import causal_mask
+from trace_jax.models.decoder_config import Stack
 from trace_jax.models.finite import require_finite
 from trace_jax.models.inputs import ForwardInputs
+from trace_jax.models.key_map import flatten, nest
 from trace_jax.models.policy import Policy
-from trace_jax.models.registry import Params
+from trace_jax.models.registry import Params, apply_layer, param_shapes
 from trace_jax.quantization.channels import Channels, channel_counts, largest_channels
 from trace_jax.quantization.multipliers import Multipliers, static_multipliers
 from trace_jax.quantization.plan import UNQUANTIZED, QuantPlan
 from trace_jax.quantization.weights import with_rounded_experts
+from trace_jax.sharding.placement import to_host
+
+ReadLayer = Callable[[tuple[str | int, ...], tuple[int, ...]], Float[np.ndarray, "*shape"]]
+"""(path of a parameter, indices of its leading axes) -> float32 values; `ParamSource.read`."""
 
 ROWS = 16
 """Sequences per forward pass."""
@@ -45,8 +52,49 @@ def calibrate(policy: Policy, params: Params, sequences: Sequence[Sequence[int]]
     require_finite(params, "calibration")
     amax: dict[str, np.ndarray] = {}
     for batch in _equal_length_batches(sequences):
-        for site, value in jax.device_get(_amax(params, jnp.asarray(batch), policy=policy)).items():
+        for site, value in to_host(_amax(params, jnp.asarray(batch), policy=policy)).items():
             amax[site] = np.maximum(amax.get(site, 0.0), value)
+    return _from_largest(policy, amax, headroom)
+
+
+def calibrate_by_layers(policy: Policy, read: ReadLayer, sequences: Sequence[Sequence[int]], headroom: float) -> Multipliers:
+    """`calibrate` with one layer of the model in memory at a time, beside the residual streams of the sequences.
+
+    Args:
+      read: a float32 master, whole or of one layer.
+      sequences, headroom: as in `calibrate`.
+
+    Raises:
+      UserError: as `calibrate`, and what `read` raises.
+    """
+    config = policy.config
+    table = read(("embed", "weight"), ())
+    streams = [(batch, jnp.asarray(table[batch], policy.compute_dtype)) for batch in _equal_length_batches(_not_empty(sequences))]
+    del table
+    amax: dict[str, dict[int, np.ndarray]] = {}
+    for layer in range(config.num_layers):
+        stack = next(stack for stack in config.stacks if layer in stack.layer_ids)
+        params = _layer_params(policy, stack, (stack.layer_ids.index(layer),), read)
+        for number, (batch, x) in enumerate(streams):
+            # All layers of a stack run as its first one: one program serves them.
+            x, found = _layer_amax(params, x, jnp.asarray(batch), policy=policy, stack=stack.only(0))
+            streams[number] = batch, x
+            for site, value in to_host(found).items():
+                seen = amax.setdefault(site, {})
+                seen[layer] = np.maximum(seen.get(layer, 0.0), value)
+    return _from_largest(policy, {site: np.concatenate([seen[layer] for layer in sorted(seen)]) for site, seen in amax.items()}, headroom)
+
+
+def _layer_params(policy: Policy, stack: Stack, place: tuple[int, ...], read: ReadLayer) -> Params:
+    """The parameters of one layer, with a leading axis of one."""
+    tree: Any = param_shapes(policy.family, policy.config)
+    for key in stack.path:
+        tree = tree[key]
+    return nest({path: jnp.asarray(read((*stack.path, *path), place))[None] for path in flatten(tree)})
+
+
+def _from_largest(policy: Policy, amax: Mapping[str, np.ndarray], headroom: float) -> Multipliers:
+    """Multipliers from the largest magnitude of every site in the layers that have it."""
     config = policy.config
     for site, value in amax.items():
         if not np.all(np.isfinite(value)):
@@ -86,7 +134,7 @@ def choose_channels(
     static = {"policy": replace(policy, experts_implementation="ragged"), "plan": replace(plan, weights="bf16")}
     total = dict.fromkeys(counts, np.float64(0))
     for tokens, segments in _padded_batches(_not_empty(sequences)):
-        energy = jax.device_get(_residual_energy(rounded, multipliers, jnp.asarray(tokens), jnp.asarray(segments), **static))
+        energy = to_host(_residual_energy(rounded, multipliers, jnp.asarray(tokens), jnp.asarray(segments), **static))
         total = {site: value + energy[site].astype(np.float64) for site, value in total.items()}
     return {
         site: _over_all_layers(largest_channels(np.asarray(total[site]), count), policy.config.layers_of(site), policy.config.num_layers)
@@ -151,6 +199,16 @@ def _padded_batches(
 def _amax(params: Params, tokens: Int[Array, "B T"], *, policy: Policy) -> dict[str, Float[Array, " L"]]:
     inputs = _inputs(tokens, jnp.ones_like(tokens), {})
     return policy.forward(params, inputs, policy.options(UNQUANTIZED, observe="amax")).observed
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "stack"))
+def _layer_amax(
+    params: Params, x: Float[Array, "B T D"], tokens: Int[Array, "B T"], *, policy: Policy, stack: Stack
+) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, " one"]]]:
+    inputs = _inputs(tokens, jnp.ones_like(tokens), {})
+    options = policy.options(UNQUANTIZED, observe="amax")
+    x, reports = apply_layer(policy.family, policy.config, params, stack, x, inputs, options)
+    return x, reports["observed"]
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "plan"))

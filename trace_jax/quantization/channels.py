@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 import jax
@@ -41,7 +42,8 @@ def channel_counts(sizes: Mapping[str, int], plan: QuantPlan, fraction: float) -
     if fraction == 0:
         return {}
     blocks = {site: block_format(plan.site(site).format).block for site in sizes}
-    return {site: min(size, math.ceil(fraction * size / blocks[site]) * blocks[site]) for site, size in sizes.items()}
+    share = Fraction(str(fraction))  # 0.07 as it is written: the nearest float times 1600 is a little more than 112
+    return {site: min(size, math.ceil(share * size / blocks[site]) * blocks[site]) for site, size in sizes.items()}
 
 
 def channel_energy(x: Float[Array, "*rows d"], rounded: Float[Array, "*rows d"]) -> Float[Array, " d"]:

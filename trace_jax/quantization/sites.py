@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from pallas_kernels import (
+    BlockFormat,
     Guide,
     block_format,
     dequantize,
@@ -131,12 +132,12 @@ def round_site(
     fmt = block_format(plan.format)
     scale = _multiplier_for(site, x, multiplier, per_token) if fmt.has_multiplier else None
     if plan.guided and guide is not None:
-        return _per_shard(site, lambda x, guide, scale: guided_fake_quant(x, guide, fmt, scale), x, guide, scale), None
+        return _guided(site, x, guide, fmt, scale), None
     quantized = quantize(x, fmt, scale) if capture else None
     if channels is not None:
         rounded = jnp.concatenate(residual_fake_quant(x, channels, fmt, scale), axis=-1)
     else:
-        rounded = _per_shard(site, lambda x, scale: fake_quant(x, fmt, scale), x, scale) if quantized is None else dequantize(quantized, x.dtype)
+        rounded = _nearest(site, x, fmt, scale) if quantized is None else dequantize(quantized, x.dtype)
     if quantized is None:
         return rounded, None
     token_scale = None
@@ -160,7 +161,7 @@ def parity_agreement(
     """
     fmt = block_format(plan.format)
     scales_only, scale = replace(guide, kind="scales", data=None), multiplier if fmt.has_multiplier else None
-    own = _per_shard(site, lambda x, guide, scale: guided_fake_quant(x, guide, fmt, scale), x, scales_only, scale)
+    own = _guided(site, x, scales_only, fmt, scale)
     valid = jnp.broadcast_to(guide.valid[..., None], x.shape)
     return jnp.sum((own == rounded) & valid, dtype=jnp.float32), jnp.sum(valid, dtype=jnp.float32)
 
@@ -171,6 +172,14 @@ def _multiplier_for(site: str, x: Float[Array, "*rows d"], multiplier: Float[Arr
     if multiplier is None:
         raise ValueError(f"site {site} has no static multiplier: calibrate the policy first, or use activation_scale=per_token")
     return multiplier
+
+
+def _nearest(site: str, x: Float[Array, "*rows d"], fmt: BlockFormat, scale: Array | None) -> Float[Array, "*rows d"]:
+    return _per_shard(site, lambda x, scale: fake_quant(x, fmt, scale), x, scale)
+
+
+def _guided(site: str, x: Float[Array, "*rows d"], guide: Guide, fmt: BlockFormat, scale: Array | None) -> Float[Array, "*rows d"]:
+    return _per_shard(site, lambda x, guide, scale: guided_fake_quant(x, guide, fmt, scale), x, guide, scale)
 
 
 def _per_shard(site: str, function: Callable[..., Float[Array, "*rows d"]], x: Float[Array, "*rows d"], *operands: Any) -> Any:

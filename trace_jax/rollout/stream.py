@@ -255,7 +255,7 @@ class RolloutStream:
         again = [replace(request, attempt=request.attempt + 1) for request in batch.requests.values() if request.group in old]
         if not again:
             return False
-        if again[0].attempt == MAX_ATTEMPTS:
+        if max(request.attempt for request in again) == MAX_ATTEMPTS:
             raise RuntimeError(
                 f"the engine acknowledged weights of version {self._version} and returned tokens of versions before {oldest} "
                 f"{MAX_ATTEMPTS} times; look for the reason in its log, or raise sync.max_staleness"

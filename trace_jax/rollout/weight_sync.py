@@ -68,8 +68,8 @@ def layer_updates(policy: Policy, plan: QuantPlan, params: Params, multipliers: 
     with on_mesh_of(params):
         layers, rest = _encode(params, {site: multipliers[site] for site in static_sites(plan)}, policy=policy, plan=plan)
     for layer_id, tensors in enumerate(layers):
-        yield LayerUpdate(layer_id, jax.tree.map(on_one_device, tensors))
-    yield LayerUpdate(None, jax.tree.map(on_one_device, rest))
+        yield LayerUpdate(layer_id, on_one_device(tensors))
+    yield LayerUpdate(None, on_one_device(rest))
 
 
 def decode_updates(policy: Policy, plan: QuantPlan, tensors: Mapping[str, Any]) -> tuple[Params, Multipliers]:

@@ -15,10 +15,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from trace_jax.errors import UserError
 from trace_jax.sharding.axes import AXES, BATCH
 
-Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-def device_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh | None:
+def device_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh | None:
     """The mesh of a config, or None for a run on one device.
 
     Args:

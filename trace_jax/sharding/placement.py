@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from trace_jax.sharding.axes import BATCH, AxisName
-from trace_jax.sharding.mesh import replicated
+from trace_jax.sharding.mesh import mesh_of, replicated
 from trace_jax.sharding.rules import shardings
 
 
@@ -45,8 +47,18 @@ def put_params(mesh: Mesh | None, params: Any) -> Any:
     return jax.tree.map(lambda leaf, sharding: put(np.asarray(leaf), sharding), params, shardings(params, mesh))
 
 
-def on_one_device(x: Shaped[Array, "*s"]) -> Shaped[Array, "*s"]:
-    """The whole array on one device of this process; an array on a single device is returned as it is."""
-    if not isinstance(x.sharding, NamedSharding) or x.sharding.num_devices == 1:
-        return x
-    return jax.device_put(x, replicated(x.sharding.mesh)).addressable_shards[0].data
+def on_one_device(tree: Any) -> Any:
+    """The arrays of a tree whole on one device of this process; arrays that are not on a mesh are returned as they are."""
+    mesh = mesh_of(tree)
+    return tree if mesh is None else jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, _whole_on(mesh)(tree))
+
+
+def to_host(tree: Any) -> Any:
+    """The arrays of a tree as NumPy arrays, whole in every process; all processes call it."""
+    return jax.device_get(on_one_device(tree))
+
+
+@functools.cache
+def _whole_on(mesh: Mesh) -> Callable[[Any], Any]:
+    """Brings a tree together on every device; a compiled program, because arrays of several hosts move in no other way."""
+    return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))

@@ -1,9 +1,9 @@
 """Orbax checkpoints: params, optimizer, multipliers and one JSON document, each an item of its own.
 
-`checkpoints/<step>/{params,optimizer,multipliers,meta,manifest.json}`, and `served` where the rollout engine has older weights than
-`params` (`sync.every`), because the steps that follow depend on them. Orbax writes a step under a temporary name and renames
-it when it is whole, so whatever has a number for a name is complete. The JSON holds counters, data position, the policy's
-description, compensated channels and the resolved config of the run; the manifest holds a checksum of every file.
+`checkpoints/<step>/{params,optimizer,multipliers,meta,manifest.json}` (no optimizer where nothing was trained), and `served` where the
+rollout engine has older weights than `params` (`sync.every`), because the steps that follow depend on them. Orbax writes a step under a
+temporary name and renames it when it is whole, so whatever has a number for a name is complete. The JSON holds counters, data position,
+the policy's description, compensated channels and the resolved config of the run; the manifest holds a checksum of every file.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params, param_shapes
 from trace_jax.quantization.channels import Channels
 from trace_jax.quantization.multipliers import Multipliers
+from trace_jax.sharding.processes import gathered, is_first, on_first
 from trace_jax.sharding.rules import shardings
 from trace_jax.train.manifest import write_manifest
 from trace_jax.train.read_checkpoint import (
@@ -87,14 +88,15 @@ class Checkpoints:
     def _open(self) -> ocp.CheckpointManager:
         """The manager, made on first use, because it creates the directory: a run that fails before must leave nothing."""
         if self._manager is None:
-            seal = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
+            # Folders are made before `save` returns: Orbax's threads wait for those that cannot be made, and the program does not end.
+            seal = ocp.options.AsyncOptions(post_finalization_callback=self._seal, create_directories_asynchronously=False)
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=True, async_options=seal)
             self._manager = ocp.CheckpointManager(self.directory.absolute(), options=options)
         return self._manager
 
     def _seal(self) -> None:
         """Lists the files of the step that Orbax has written and is about to rename; runs in its thread."""
-        for unfinished in self.directory.glob(f"{self._saving}{UNFINISHED}"):
+        for unfinished in self.directory.glob(f"{self._saving}{UNFINISHED}") if is_first() else ():
             write_manifest(unfinished)
 
     def latest(self) -> int | None:
@@ -126,7 +128,7 @@ class Checkpoints:
         last complete checkpoint, which is the last save or the one before it.
         """
         self.wait()
-        if progress.step in complete_steps(self.directory):
+        if gathered(progress.step in complete_steps(self.directory))[0]:
             return
         behind = {} if served is None or served.version == progress.version else {"served": served.params}
         params, opt_state, multipliers, behind = jax.tree.map(jnp.copy, (state.params, state.opt_state, state.multipliers, behind))
@@ -142,13 +144,14 @@ class Checkpoints:
         }
         items = ocp.args.Composite(
             params=ocp.args.StandardSave(params, save_args=_layer_by_layer(params)),
-            optimizer=ocp.args.StandardSave(opt_state),
             # Orbax refuses an empty item; a policy that needs no multipliers stores an empty list of sites instead.
             multipliers=ocp.args.StandardSave(multipliers or {"none": jnp.zeros(1, jnp.float32)}),
             meta=ocp.args.JsonSave(meta),
+            **({"optimizer": ocp.args.StandardSave(opt_state)} if jax.tree.leaves(opt_state) else {}),
             **{name: ocp.args.StandardSave(weights) for name, weights in behind.items()},
         )
-        self._require_space(sum(leaf.nbytes for leaf in jax.tree.leaves((params, opt_state, multipliers, behind))))
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves((params, opt_state, multipliers, behind)))
+        on_first(lambda: self._require_space(needed))
         self._saving = progress.step
         with self._full_disk_reported():
             self._open().save(progress.step, args=items)
@@ -187,9 +190,7 @@ class Checkpoints:
         remedy = "start again" if last is None else f"go on with --resume (last complete checkpoint: step {last})"
         return UserError(f"{self.directory}: no space left to save a checkpoint; free some space and {remedy}")
 
-    def restore(
-        self, step: int, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
-    ) -> tuple[Policy, TrainState, Progress]:
+    def restore(self, step: int, optimizer: optax.GradientTransformation, mesh: Mesh | None = None) -> tuple[Policy, TrainState, Progress]:
         """Policy, state and counters of a complete checkpoint, divided over a mesh if one is given, whatever mesh saved them.
 
         Raises:

@@ -15,6 +15,7 @@ from trace_jax.config import Config, dump, resolve_layers
 from trace_jax.models.registry import key_map, param_shapes
 from trace_jax.quantization.plan import BLOCK_FORMATS, RECORDED_SITES
 from trace_jax.rollout.embedded.decode import CaptureSpec
+from trace_jax.rollout.weight_sync import expected_tensors
 from trace_jax.train.setup import Setup, build_setup, initial_policy, training_mesh
 from trace_jax.train.sft import worked_example
 
@@ -31,14 +32,15 @@ def plan_run(config: Config) -> dict[str, Any]:
     else:
         setup, _, multipliers = initial_policy(config)
     try:
-        _require_rows(setup, calibrates=not multipliers)
+        fraction = config.rollout.residual_compensation.fraction
+        _require_rows(setup, calibrates=not multipliers or 0 < fraction < 1)
         return {"config": config.model_dump(mode="json"), "memory": memory_plan(setup)}
     finally:
         setup.task.close()
 
 
 def _require_rows(setup: Setup, *, calibrates: bool) -> None:
-    """The questions of a run are there, and the tokenizer takes the worked answers if they calibrate the multipliers."""
+    """The questions of a run are there, and the tokenizer takes the worked answers if multipliers or channels come from them."""
     setup.require_rows()
     if calibrates:
         for row in setup.task.prompts("train", 0, setup.config.calibration.prompts):
@@ -69,6 +71,7 @@ def memory_plan(setup: Setup) -> dict[str, Any]:
     length, audit = setup.max_sequence_tokens(), config.guidance.audit
     audited = min(audit.sequences, sequences) if audit.every else 0
     codes = CaptureSpec("codes", RECORDED_SITES, tuple(range(model.num_layers)))
+    ahead = batches_ahead(config)
     return {
         "parameters": count,
         "sequences per step": sequences,
@@ -78,12 +81,25 @@ def memory_plan(setup: Setup) -> dict[str, Any]:
         "new masters and moments beside the old in an update (float32), bytes": 3 * 4 * count,
         "experts as the trainer rounds them (compute dtype), bytes": rounded_experts_bytes(setup),
         "masters that the engine serves (float32), bytes": 4 * count if config.sync.every > 1 else 0,
+        "new weights that wait for the engine, bytes": update_bytes(setup) if ahead else 0,
         "engine weights (compute dtype), bytes": jnp.dtype(setup.policy.compute_dtype).itemsize * (count + compensating_columns(setup)),
         "KV cache of a full batch, bytes": cache_bytes(setup, min(sequences, config.rollout.max_batch or sequences), length),
         "guidance record per token": record_bytes_per_token(setup, setup.capture()),
         "guidance record of a step, bytes": sequences * length * record_bytes_per_token(setup, setup.capture()),
+        "guidance record of batches ahead, bytes": ahead * sequences * length * record_bytes_per_token(setup, setup.capture()),
         "audited codes of a step, bytes": audited * length * record_bytes_per_token(setup, codes),
     }
+
+
+def batches_ahead(config: Config) -> int:
+    """Batches that an asynchronous run has beside the one that it trains on, at most: those of its last update."""
+    return config.sync.max_staleness // config.train.updates_per_batch if config.asynchronous else 0
+
+
+def update_bytes(setup: Setup) -> int:
+    """Bytes of the tensors that an engine gets: codes, scales, and what is not quantized."""
+    tensors = expected_tensors(setup.policy, setup.rollout_plan).values()
+    return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for dtype, shape in tensors)
 
 
 def rounded_experts_bytes(setup: Setup) -> int:

@@ -1,4 +1,4 @@
-"""`trace-jax import`: a Hugging Face checkpoint becomes a checkpoint that `train`, `eval` and `mismatch` open."""
+"""`trace-jax import`: a Hugging Face or GGUF checkpoint becomes a checkpoint that `train`, `eval` and `mismatch` open."""
 
 from __future__ import annotations
 
@@ -8,68 +8,93 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from trace_jax.config import from_mapping
+from trace_jax.config import Config, from_mapping
 from trace_jax.errors import UserError
-from trace_jax.models.hf import carried_files, load_hf_directory
+from trace_jax.models.gguf_file import write_hf_directory
+from trace_jax.models.hf import carried_files, open_hf_directory
+from trace_jax.models.hf_tensors import pieces
 from trace_jax.models.policy import Policy
-from trace_jax.models.registry import ModelConfig
+from trace_jax.models.registry import ModelConfig, param_shapes
+from trace_jax.models.upcycled_files import Upcycling
 from trace_jax.tokenizers import load_tokenizer
 from trace_jax.train.checkpoint import Checkpoints, Progress
-from trace_jax.train.optimizer import make_optimizer
-from trace_jax.train.state import initial_state
+from trace_jax.train.state import TrainState
+from trace_jax.train.stream_checkpoint import fill, placeholders
 
 CARRIED = "tokenizer"
 """Folder of the tokenizer and generation files in an imported checkpoint, and the tokenizer's name there: it moves with the checkpoint."""
 
+UNPACKED = "unpacked"
+"""Folder of what a GGUF file holds, while it is imported."""
 
-def import_hf_checkpoint(source: Path, out: Path) -> dict[str, Any]:
+
+def import_hf_checkpoint(source: Path, out: Path, upcycling: Upcycling | None = None) -> dict[str, Any]:
     """Reads `source` strictly and writes an Orbax checkpoint to `out`, with the tokenizer beside it.
 
-    Without a tokenizer.json the tokenizer is "byte", or "ascii" where the vocabulary is too small for "byte".
-    The checkpoint has a fresh optimizer and no multipliers: they are calibrated on the task it is first used with.
+    One tensor is in memory at a time. Without a tokenizer.json the tokenizer is "byte", or "ascii" where the vocabulary is too small for
+    "byte". The checkpoint has no optimizer and no multipliers: they are made for the task it is first used with.
+
+    Args:
+      source: a Hugging Face directory, or a GGUF file.
+      upcycling: how a dense checkpoint becomes a mixture of experts; None keeps it as it is.
 
     Raises:
       UserError: `out` exists, the source is not a complete checkpoint of a supported family, or no tokenizer fits its vocabulary.
     """
     if out.exists():
         raise UserError(f"{out} exists; choose another folder, nothing is overwritten")
-    family, config, loaded = load_hf_directory(source)
-    tokenizer = _fitting_tokenizer(source, config.vocab_size)
-    params = jax.tree.map(jnp.asarray, loaded)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     try:
-        for file in carried_files(source):
-            (partial / CARRIED).mkdir(exist_ok=True)
-            shutil.copy2(file, partial / CARRIED / file.name)
-        model = {"family": family, "config": config.to_dict()}
-        settings = from_mapping({"model": model, "tokenizer": tokenizer, **_fitting_rollout(config)})
-        state = initial_state(params, make_optimizer(settings.optimizer), {})
-        checkpoints = Checkpoints(partial / "checkpoints")
-        checkpoints.save(state, Progress(), Policy(family, config), tokenizer, settings.model_dump(mode="json"))
-        checkpoints.close()
+        if source.is_file():
+            (partial / UNPACKED).mkdir()
+            write_hf_directory(source, partial / UNPACKED)
+        result = _import_directory(partial / UNPACKED if source.is_file() else source, partial, upcycling)
+        shutil.rmtree(partial / UNPACKED, ignore_errors=True)
         partial.chmod(0o755)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    shown = str(out / CARRIED) if tokenizer == CARRIED else tokenizer
-    return {"checkpoint": str(out), "family": family, "parameters": int(count), "tokenizer": shown, "config": config.to_dict()}
+    shown = str(out / CARRIED) if result["tokenizer"] == CARRIED else result["tokenizer"]
+    return {"checkpoint": str(out), **result, "tokenizer": shown}
 
 
-def _fitting_rollout(config: ModelConfig) -> dict[str, Any]:
-    """Settings of a rollout that rounds only what the family has."""
+def _import_directory(source: Path, folder: Path, upcycling: Upcycling | None) -> dict[str, Any]:
+    with open_hf_directory(source, upcycling) as opened:
+        family, config = opened.family, opened.config
+        tokenizer = fitting_tokenizer(source, config.vocab_size)
+        for file in carried_files(source):
+            (folder / CARRIED).mkdir(exist_ok=True)
+            shutil.copy2(file, folder / CARRIED / file.name)
+        settings = untrained_settings(family, config, tokenizer)
+        shapes = param_shapes(family, config)
+        checkpoints = Checkpoints(folder / "checkpoints")
+        state = TrainState(placeholders(shapes), {}, {})
+        checkpoints.save(state, Progress(), Policy(family, config), tokenizer, settings.model_dump(mode="json"))
+        checkpoints.close()
+        fill(folder / "checkpoints" / "0", shapes, pieces(opened.files, opened.entries))
+    count = sum(int(np.prod(leaf.shape, dtype=np.int64)) for leaf in jax.tree.leaves(shapes))
+    return {"family": family, "parameters": count, "tokenizer": tokenizer, "config": config.to_dict()}
+
+
+def untrained_settings(family: str, config: ModelConfig, tokenizer: str) -> Config:
+    """The settings of a policy that was not trained here; its rollout rounds what the family has and nothing else."""
+    values: dict[str, Any] = {"model": {"family": family, "config": config.to_dict()}, "tokenizer": tokenizer}
     if not config.moe_layer_ids:
-        return {"method": "bf16"}
+        return from_mapping({**values, "method": "bf16"})
     if config.layers_of("k"):
-        return {}
-    return {"rollout": {"kv_cache": {"k": "bf16", "v": "bf16"}}, "train_quant": {"kv_cache": "none"}}
+        return from_mapping(values)
+    return from_mapping({**values, "rollout": {"kv_cache": {"k": "bf16", "v": "bf16"}}, "train_quant": {"kv_cache": "none"}})
 
 
-def _fitting_tokenizer(source: Path, vocabulary: int) -> str:
-    """`CARRIED` for the source's own tokenizer, or without one the first built-in tokenizer whose ids the model has."""
+def fitting_tokenizer(source: Path, vocabulary: int) -> str:
+    """`CARRIED` for the source's own tokenizer, or without one the first built-in tokenizer whose ids the model has.
+
+    Raises:
+      UserError: there is none.
+    """
     if (source / "tokenizer.json").is_file():
         size = load_tokenizer(str(source.absolute())).vocab_size
         if size > vocabulary:

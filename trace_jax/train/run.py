@@ -10,15 +10,16 @@ from typing import Any
 
 from trace_jax.config import Config
 from trace_jax.errors import UserError
-from trace_jax.rollout.storage import json_rows, write_jsonl
+from trace_jax.rollout.storage import json_rows
 from trace_jax.tasks import Task
+from trace_jax.terminal import say
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.clock import Clock
 from trace_jax.train.optimizer import make_optimizer
 from trace_jax.train.read_checkpoint import policy_from_meta, read_meta, restore_channels
 from trace_jax.train.resume import changed_keys
 from trace_jax.train.rl import Learner, evaluate, make_learner, rl_step
-from trace_jax.train.run_folder import Ended, OpenRun, Report, open_run, say
+from trace_jax.train.run_folder import Ended, OpenRun, Report, open_run
 from trace_jax.train.setup import build_setup, calibrated, compensated, initial_policy, require_finite, training_mesh
 from trace_jax.train.state import initial_state
 
@@ -54,13 +55,12 @@ def run_training(
     metrics: dict[str, Any] = {}
     shared = shared or Shared()
     with open_run(config, directory, resume=resume, report=report) as run:
-        last = run.checkpoints.latest() if resume else None
+        last = run.latest() if resume else None
         learner = _started(config, directory, shared.task) if last is None else _resumed(config, run.checkpoints, last, shared.task)
         with closing(learner), closing(learner.setup.task):
             learner.setup.require_rows()
-            if not run.stop.asked:
+            if not run.stopping():
                 run.begin(learner.progress.step if resume else None)
-                (directory / "rollouts").mkdir(exist_ok=True)
                 metrics = _loop(learner, run, shared.first_evaluation)
     return Ended(metrics, run.stop.asked)
 
@@ -76,13 +76,13 @@ def _loop(learner: Learner, run: OpenRun, first: Mapping[str, Any] | None) -> di
             clock = Clock()
         _save(run.checkpoints, learner)
         clock.lap("checkpoint")
-    while learner.progress.step < config.steps and not run.stop.asked:
+    while learner.progress.step < config.steps and not run.stopping():
         metrics, trajectories = rl_step(learner, clock)
         step = learner.progress.step
         if config.eval.every and (step % config.eval.every == 0 or step == config.steps):
             metrics |= evaluate(learner)
             clock.lap("evaluate")
-        write_jsonl(run.directory / "rollouts" / f"step_{step:06d}.jsonl", json_rows(trajectories, learner.setup.tokenizer))
+        run.write_rollouts(step, json_rows(trajectories, learner.setup.tokenizer))
         metrics |= clock.metrics()
         run.record(step, metrics)
         # A row is written before its checkpoint, so that no kill leaves a step without one; the save counts to the next row.

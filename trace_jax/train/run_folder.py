@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,9 @@ from trace_jax.config import Config, dump
 from trace_jax.errors import UserError
 from trace_jax.files import cannot_write, write_atomic
 from trace_jax.metrics.writers import MetricsLog, open_writers
+from trace_jax.rollout.storage import write_jsonl
+from trace_jax.sharding.processes import gathered, is_first, on_first, require_agreement
+from trace_jax.terminal import say
 from trace_jax.train.checkpoint import Checkpoints
 from trace_jax.train.resume import remove_later
 from trace_jax.train.stop import StopRequest, stop_on_signal
@@ -42,7 +44,7 @@ def run_directory(out: Path | None, name: str, *, resume: bool | None, marker: s
       UserError: as `claimed`.
     """
     directory = out if out is not None else Path("runs") / name
-    _check(directory, resume, marker)
+    on_first(lambda: _check(directory, resume, marker))
     return directory
 
 
@@ -71,12 +73,25 @@ class OpenRun:
     _closing: ExitStack
     _log: MetricsLog | None = None
 
+    def stopping(self) -> bool:
+        """Whether a signal has asked this process, or another one of the run, to stop; all processes ask at the same point."""
+        self.stop.asked = any(gathered(self.stop.asked))
+        return self.stop.asked
+
+    def latest(self) -> int | None:
+        """Step of the last complete checkpoint, the same in all processes; None when there is none."""
+        return gathered(self.checkpoints.latest())[0]
+
     def begin(self, after: int | None = None) -> None:
         """Writes the config and opens the metrics: everything is checked, and from here on the folder is a run.
+
+        Of several processes only the first writes; checkpoints are the exception, of which each writes its part.
 
         Args:
           after: step of the checkpoint that a resumed run goes on from; what came later is removed. None starts a new run.
         """
+        if not is_first():
+            return
         if after is not None:
             self.checkpoints.remove_unfinished()
             remove_later(self.directory, after)
@@ -87,9 +102,16 @@ class OpenRun:
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
         """Writes the row of a step and reports it; the run has begun."""
-        assert self._log is not None
-        self._log.write(step, metrics)
-        self._report(step, metrics)
+        if is_first():
+            assert self._log is not None
+            self._log.write(step, metrics)
+            self._report(step, metrics)
+
+    def write_rollouts(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
+        """Writes the answers of a step."""
+        if is_first():
+            (self.directory / "rollouts").mkdir(exist_ok=True)
+            write_jsonl(self.directory / "rollouts" / f"step_{step:06d}.jsonl", rows)
 
 
 @contextmanager
@@ -107,17 +129,15 @@ def open_run(config: Config, directory: Path, *, resume: bool | None, report: Re
     """
     with stop_on_signal() as stop:
         checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
-        with claimed(directory, resume=resume), closing(checkpoints), ExitStack() as logs:
-            yield OpenRun(config, directory, checkpoints, stop, report or (lambda step, metrics: None), logs)
-        if stop.asked:
+        with ExitStack() as folder:
+            on_first(lambda: folder.enter_context(claimed(directory, resume=resume)))
+            require_agreement("the config", dump(config))
+            with closing(checkpoints), ExitStack() as logs:
+                yield OpenRun(config, directory, checkpoints, stop, report or (lambda step, metrics: None), logs)
+        if stop.asked and is_first():
             last = checkpoints.latest()
             remedy = "" if resume is None else ", go on with --resume"
             say("stopped before anything was written" if last is None else f"stopped; step {last} is saved{remedy}")
-
-
-def say(line: str) -> None:
-    """Tells the person at the console something about the run; standard output is for results."""
-    print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

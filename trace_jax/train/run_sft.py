@@ -43,7 +43,7 @@ def run_sft(config: Config, directory: Path, report: Report | None = None) -> En
         setup, params, _ = initial_policy(config)
         with closing(setup.task):
             width = _checked_width(setup)
-            if not run.stop.asked:
+            if not run.stopping():
                 run.begin()
                 metrics = _loop(setup, params, width, run)
     return Ended(metrics, run.stop.asked)
@@ -79,7 +79,7 @@ def _loop(setup: Setup, params: Params, width: int, run: OpenRun) -> dict[str, A
         if due:
             metrics |= _probe(probe, engine, state.params, step)
         run.record(step, metrics)
-        if run.stop.asked or (due and sft.stop_pass_rate is not None and metrics["sft/pass_at_1"] >= sft.stop_pass_rate):
+        if run.stopping() or (due and sft.stop_pass_rate is not None and metrics["sft/pass_at_1"] >= sft.stop_pass_rate):
             break
     state = replace(state, multipliers=calibrated(setup, state.params))
     run.checkpoints.save(state, progress, setup.policy, config.tokenizer, config.model_dump(mode="json"))

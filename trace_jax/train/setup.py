@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from importlib.metadata import entry_points
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
-from trace_jax.config import Config, resolve_layers
-from trace_jax.config.checks import ENGINE_GROUP
+from trace_jax.config import Config
 from trace_jax.errors import UserError
 from trace_jax.models.finite import require_finite
 from trace_jax.models.hf import load_hf_directory
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import ModelConfig, Params, config_from_dict, init_params, param_shapes
-from trace_jax.quantization.calibration import calibrate, choose_channels, site_sizes
-from trace_jax.quantization.channels import Channels, channel_counts
+from trace_jax.quantization.calibration import calibrate, choose_channels
 from trace_jax.quantization.multipliers import Multipliers
 from trace_jax.quantization.plan import QuantPlan, rollout_plan, trainer_plan
 from trace_jax.rl.corrections import Correction
 from trace_jax.rl.losses import PolicyLoss
-from trace_jax.rollout.embedded.decode import CaptureSpec
-from trace_jax.rollout.embedded.engine import EmbeddedEngine, require_cache_formats
+from trace_jax.rollout.embedded.engine import require_cache_formats
 from trace_jax.rollout.engine import Engine, send_weights
+from trace_jax.rollout.engine_setup import EngineSetup
 from trace_jax.rollout.prompts import SamplingSettings
 from trace_jax.rollout.weight_sync import layer_updates
 from trace_jax.rollout.weight_update import Ack, LayerUpdate
@@ -43,30 +40,14 @@ from trace_jax.train.update import UpdateSettings
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
-@dataclass(frozen=True)
-class Setup:
-    """The fixed parts of a run.
+@dataclass(frozen=True, kw_only=True)
+class Setup(EngineSetup):
+    """The fixed parts of a run: those of its engines, and the trainer's."""
 
-    Args:
-      directory: the run's folder, where an engine leaves its log; None outside a run.
-      channels: what the rollout's residual compensation takes; `compensated` sees that they are those the config asks for.
-    """
-
-    config: Config
-    policy: Policy
     tokenizer: Tokenizer
     task: Task
-    rollout_plan: QuantPlan
     objective: ObjectiveSpec
     sampling: SamplingSettings
-    directory: Path | None = None
-    channels: Channels = field(default_factory=dict)
-
-    def capture(self) -> CaptureSpec:
-        """The guidance record that the rollout takes."""
-        guidance = self.config.guidance
-        layers = resolve_layers(guidance.layers, self.policy.config.num_layers)
-        return CaptureSpec(guidance.record, tuple(guidance.sites), layers)
 
     def updates(self, max_length: int) -> UpdateSettings:
         """How sequences of at most `max_length` tokens are trained on."""
@@ -79,25 +60,6 @@ class Setup:
             aggregation=algorithm.aggregation,
             loss_scale_factor=algorithm.loss_scale_factor or self.config.rollout.max_new_tokens,
         )
-
-    def engine(self) -> Engine:
-        """A new engine without weights: the embedded one, or what the factory of an installed package makes of this setup."""
-        if not self.has_channels():
-            raise RuntimeError("the rollout is to be compensated and no channels are chosen: call `compensated` first")
-        rollout = self.config.rollout
-        if rollout.engine != "jax":
-            (point,) = entry_points(group=ENGINE_GROUP, name=rollout.engine)
-            return point.load()(self)
-        policy = replace(self.policy, partial_sums=rollout.partial_sums)
-        return EmbeddedEngine(policy, self.rollout_plan, self.capture(), rollout.max_batch, self.channels)
-
-    def channel_counts(self) -> dict[str, int]:
-        """How many channels of each site and layer the rollout compensates."""
-        return channel_counts(site_sizes(self.policy), self.rollout_plan, self.config.rollout.residual_compensation.fraction)
-
-    def has_channels(self) -> bool:
-        """Whether `channels` are as many as the config asks for."""
-        return {site: ids.shape[1] for site, ids in self.channels.items()} == self.channel_counts()
 
     def require_rows(self) -> None:
         """Refuses, before anything is written, a run that would read an empty split.
@@ -174,7 +136,7 @@ def build_setup(config: Config, loaded_model: tuple[str, ModelConfig] | None = N
         correction=Correction(correction.kind, correction.level, correction.cap, correction.lower_bound),
     )
     sampling = SamplingSettings(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_prompt_tokens)
-    return Setup(config, policy, tokenizer, task or load_config_task(config), plan, objective, sampling)
+    return Setup(config, policy, plan, tokenizer=tokenizer, task=task or load_config_task(config), objective=objective, sampling=sampling)
 
 
 def _require_sites(policy: Policy, plan: QuantPlan) -> None:

@@ -15,6 +15,7 @@ from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params
 from trace_jax.quantization.plan import UNQUANTIZED
+from trace_jax.sharding.axes import constrain
 from trace_jax.sharding.mesh import batch_shards, on_its_mesh
 from trace_jax.sharding.placement import put_rows
 from trace_jax.sharding.rules import constrain_params
@@ -92,4 +93,4 @@ def sft_gradient(params: Params, batch: TrainBatch, *, policy: Policy) -> tuple[
         return -jnp.sum(jnp.where(batch.sampled, logp, 0.0)) / jnp.maximum(count, 1.0), count
 
     (loss, count), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    return constrain_params(gradient), loss, count
+    return constrain_params(gradient), constrain(loss), constrain(count)

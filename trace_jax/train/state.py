@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels.pytrees import register_arrays
 from trace_jax.models.registry import Params
 from trace_jax.quantization.multipliers import Multipliers
+from trace_jax.sharding.axes import constrain
 from trace_jax.sharding.mesh import mesh_of, replicated
 from trace_jax.sharding.rules import constrain_params, shardings
 
@@ -79,4 +80,5 @@ def apply_gradients(
     def keep(new: Shaped[Array, "*s"], old: Shaped[Array, "*s"]) -> Shaped[Array, "*s"]:
         return jnp.where(finite, new, old)
 
-    return constrain_params(jax.tree.map(keep, new_params, params)), constrain_params(jax.tree.map(keep, new_state, opt_state)), norm
+    new_params, new_state = jax.tree.map(keep, new_params, params), jax.tree.map(keep, new_state, opt_state)
+    return constrain_params(new_params), constrain_params(new_state), constrain(norm)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -30,6 +30,28 @@ from trace_jax.train.read_checkpoint import (
 
 _ONE_AT_A_TIME = {"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}}
 """One piece is read and decoded at a time: every further thread would keep buffers of the size of a piece."""
+
+
+@runtime_checkable
+class ParamSource(Protocol):
+    """Parameters that are on disk."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parameters as float32."""
+        ...
+
+    def read(self, path: tuple[str | int, ...], position: tuple[int, ...] = ()) -> Float[np.ndarray, "*shape"]:
+        """One float32 parameter, or its slice at a position of the leading axes.
+
+        Args:
+          path: keys from the root of the tree.
+          position: (index in the stack,), (index in the stack, expert), or () for the whole array.
+
+        Raises:
+          UserError: what is on disk is damaged.
+        """
+        ...
 
 
 class StoredParams:
@@ -87,14 +109,18 @@ class StoredParams:
 
 @dataclass(frozen=True)
 class StoredPolicy:
-    """A policy read from disk as far as it is small: `LoadedPolicy` without the parameters in memory."""
+    """A policy read from disk as far as it is small: `LoadedPolicy` without the parameters in memory.
+
+    `has_task` says whether the config in `meta` names the task that the policy was made for.
+    """
 
     folder: Path
     policy: Policy
-    params: StoredParams
+    params: ParamSource
     multipliers: Multipliers
     tokenizer: str
     meta: dict[str, Any]
+    has_task: bool = True
 
 
 def open_stored_policy(path: Path | str) -> StoredPolicy:

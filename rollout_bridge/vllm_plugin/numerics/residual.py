@@ -7,6 +7,7 @@ batch would make a token's output depend on its neighbours.
 """
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -87,6 +88,6 @@ def largest_channels(energy: Tensor, fraction: float, fmt: BlockFormat) -> Tenso
     if not 0 <= fraction <= 1:
         raise ValueError(f"residual_compensation.fraction is {fraction}; write a number from 0 to 1")
     size = energy.shape[0]
-    count = min(size, math.ceil(fraction * size / fmt.block) * fmt.block)
+    count = min(size, math.ceil(Fraction(str(fraction)) * size / fmt.block) * fmt.block)
     order = torch.sort(energy, descending=True, stable=True).indices
     return order[:count].sort().values

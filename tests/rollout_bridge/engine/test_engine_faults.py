@@ -25,9 +25,9 @@ SIZE, BATCHES = 8, 5
 
 
 def wanted(number: int):
-    """Answers of 3 to 11 tokens, and one of 20."""
+    """Answers of 3 to 11 tokens, and one of 30."""
     batch = requests(SIZE, first=number * SIZE, stop_token_ids=())
-    return [*batch[:-1], replace(batch[-1], max_new_tokens=20)]
+    return [*batch[:-1], replace(batch[-1], max_new_tokens=30)]
 
 
 def scored(number: int, trajectories: Trajectories) -> Scored:
@@ -69,7 +69,7 @@ def test_kill_9_of_a_worker_while_batches_run_ahead(train, capfd):
     killed: list[int] = []
 
     def disturb(engine, number: int) -> None:
-        if number not in (1, 3):
+        if number > 1:  # later ones could come when nothing is left to do
             return
         while (pid := process_link(engine).pid) in killed:  # another one is being started
             time.sleep(0.01)

@@ -17,9 +17,10 @@ from trace_jax.layers import partial_sums, rope
 from trace_jax.layers.attention import attend
 from trace_jax.models import biased_moe
 from trace_jax.models.blocks import normed
+from trace_jax.models.decoder import ApplyLayer
 from trace_jax.models.deepseek_v3.config import DeepseekV3Config
 from trace_jax.models.hf_rope import mscale
-from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
+from trace_jax.models.inputs import ForwardInputs
 from trace_jax.models.layer_scope import LayerScope
 from trace_jax.models.modules import Decoder, linear, norm, output_gain
 
@@ -49,10 +50,10 @@ def make(config: DeepseekV3Config, rngs: nnx.Rngs) -> Decoder:
     return Decoder(config, rngs, lambda kind, keys: biased_moe.Layer(kind, config, keys, LatentAttention(config, keys)))
 
 
-def forward(model: Decoder, config: DeepseekV3Config, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
-    """Runs the decoder; see `run_decoder`."""
+def layer_function(config: DeepseekV3Config, inputs: ForwardInputs) -> ApplyLayer:
+    """The function of a layer over these inputs; see `run_decoder`."""
     turns = rope.tables(inputs.positions, config.rotary_dim, config.rope_theta, config.rope_scaling)
-    return biased_moe.run(model, config, inputs, options, lambda module, x, scope: _latent_attention(module, config, x, scope, turns))
+    return biased_moe.layer_function(config, lambda module, x, scope: _latent_attention(module, config, x, scope, turns))
 
 
 def _latent_attention(

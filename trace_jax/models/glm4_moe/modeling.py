@@ -10,8 +10,9 @@ from flax import nnx
 from trace_jax.layers import rope
 from trace_jax.models import biased_moe
 from trace_jax.models.blocks import self_attention
+from trace_jax.models.decoder import ApplyLayer
 from trace_jax.models.glm4_moe.config import Glm4MoeConfig
-from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
+from trace_jax.models.inputs import ForwardInputs
 from trace_jax.models.modules import Attention, Decoder
 
 
@@ -24,7 +25,7 @@ def make(config: Glm4MoeConfig, rngs: nnx.Rngs) -> Decoder:
     return Decoder(config, rngs, layer)
 
 
-def forward(model: Decoder, config: Glm4MoeConfig, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
-    """Runs the decoder; see `run_decoder`."""
+def layer_function(config: Glm4MoeConfig, inputs: ForwardInputs) -> ApplyLayer:
+    """The function of a layer over these inputs; see `run_decoder`."""
     turns = rope.tables(inputs.positions, config.rotary_dim, config.rope_theta)
-    return biased_moe.run(model, config, inputs, options, lambda module, x, scope: self_attention(module, config, x, scope, turns))
+    return biased_moe.layer_function(config, lambda module, x, scope: self_attention(module, config, x, scope, turns))

@@ -13,9 +13,9 @@ from trace_jax.layers import rope
 from trace_jax.layers.experts import ExpertBiases, clamped_gate
 from trace_jax.layers.router import route
 from trace_jax.models.blocks import Choice, normed, routed_experts, router_logits, self_attention
-from trace_jax.models.decoder import run_decoder
+from trace_jax.models.decoder import ApplyLayer
 from trace_jax.models.gpt_oss.config import SLIDING, GptOssConfig
-from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
+from trace_jax.models.inputs import ForwardInputs
 from trace_jax.models.layer_scope import LayerScope
 from trace_jax.models.modules import Attention, Decoder, Experts, linear, norm, zeros
 
@@ -47,8 +47,8 @@ def make(config: GptOssConfig, rngs: nnx.Rngs) -> Decoder:
     return Decoder(config, rngs, lambda kind, keys: Layer(config, keys))
 
 
-def forward(model: Decoder, config: GptOssConfig, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
-    """Runs the decoder; see `run_decoder`."""
+def layer_function(config: GptOssConfig, inputs: ForwardInputs) -> ApplyLayer:
+    """The function of a layer over these inputs; see `run_decoder`."""
     turns, eps = rope.tables(inputs.positions, config.head_dim, config.rope_theta, config.rope_scaling), config.rms_norm_eps
     activation = clamped_gate(config.swiglu_alpha, config.swiglu_limit)
 
@@ -64,4 +64,4 @@ def forward(model: Decoder, config: GptOssConfig, inputs: ForwardInputs, options
         y = normed(x, layer.post_attention_norm, eps)
         return x + routed_experts(layer.experts, y, scope, choose, activation=activation, biases=biases)
 
-    return run_decoder(model, config, inputs, options, apply_layer)
+    return apply_layer

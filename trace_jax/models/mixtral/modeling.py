@@ -8,7 +8,8 @@ from __future__ import annotations
 from flax import nnx
 
 from trace_jax.models import softmax_moe
-from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
+from trace_jax.models.decoder import ApplyLayer
+from trace_jax.models.inputs import ForwardInputs
 from trace_jax.models.mixtral.config import MixtralConfig
 from trace_jax.models.modules import Decoder
 
@@ -18,6 +19,6 @@ def make(config: MixtralConfig, rngs: nnx.Rngs) -> Decoder:
     return softmax_moe.make_decoder(config, rngs)
 
 
-def forward(model: Decoder, config: MixtralConfig, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
-    """Runs the decoder; see `run_decoder`."""
-    return softmax_moe.run(model, config, inputs, options, norm_topk_prob=True)
+def layer_function(config: MixtralConfig, inputs: ForwardInputs) -> ApplyLayer:
+    """The function of a layer over these inputs; see `run_decoder`."""
+    return softmax_moe.layer_function(config, inputs, norm_topk_prob=True)

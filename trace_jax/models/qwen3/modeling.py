@@ -9,7 +9,8 @@ from flax import nnx
 
 from trace_jax.layers import rope
 from trace_jax.models import dense
-from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
+from trace_jax.models.decoder import ApplyLayer
+from trace_jax.models.inputs import ForwardInputs
 from trace_jax.models.modules import Decoder
 from trace_jax.models.qwen3.config import Qwen3Config
 
@@ -20,6 +21,6 @@ def make(config: Qwen3Config, rngs: nnx.Rngs) -> Decoder:
     return dense.make_decoder(config, config.ffn_hidden_size, rngs, norms=(config.head_dim, config.head_dim), biases=biases)
 
 
-def forward(model: Decoder, config: Qwen3Config, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
-    """Runs the decoder; see `run_decoder`."""
-    return dense.run(model, config, inputs, options, rope.tables(inputs.positions, config.head_dim, config.rope_theta))
+def layer_function(config: Qwen3Config, inputs: ForwardInputs) -> ApplyLayer:
+    """The function of a layer over these inputs; see `run_decoder`."""
+    return dense.layer_function(config, rope.tables(inputs.positions, config.head_dim, config.rope_theta))

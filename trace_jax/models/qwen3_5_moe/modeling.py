@@ -15,8 +15,8 @@ from trace_jax.layers import delta_net, partial_sums, rope
 from trace_jax.layers.norm import rms_norm
 from trace_jax.layers.router import route
 from trace_jax.models.blocks import Choice, as_held, feed_forward, normed, routed_experts, router_logits, self_attention
-from trace_jax.models.decoder import run_decoder
-from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
+from trace_jax.models.decoder import ApplyLayer
+from trace_jax.models.inputs import ForwardInputs
 from trace_jax.models.layer_scope import LayerScope
 from trace_jax.models.modules import Attention, Decoder, Experts, Mlp, linear, norm, output_gain, zeros
 from trace_jax.models.qwen3_5_moe.config import LINEAR, Qwen35MoeConfig
@@ -59,8 +59,8 @@ def make(config: Qwen35MoeConfig, rngs: nnx.Rngs) -> Decoder:
     return Decoder(config, rngs, lambda kind, keys: Layer(kind, config, keys))
 
 
-def forward(model: Decoder, config: Qwen35MoeConfig, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
-    """Runs the decoder; see `run_decoder`."""
+def layer_function(config: Qwen35MoeConfig, inputs: ForwardInputs) -> ApplyLayer:
+    """The function of a layer over these inputs; see `run_decoder`."""
     turns, eps = rope.tables(inputs.positions, config.rotary_dim, config.rope_theta), config.rms_norm_eps
 
     def apply_layer(layer: Layer, kind: str, x: Float[Array, "B T D"], scope: LayerScope) -> Float[Array, "B T D"]:
@@ -75,10 +75,10 @@ def forward(model: Decoder, config: Qwen35MoeConfig, inputs: ForwardInputs, opti
 
         y = normed(x, layer.post_attention_norm, eps, config.NORM_OFFSET)
         gate = jax.nn.sigmoid(router_logits(y, layer.shared_gate))
-        shared = keep_rounding((as_stored(feed_forward(layer.shared_experts, y, options.partial_sums)) * gate).astype(x.dtype))
+        shared = keep_rounding((as_stored(feed_forward(layer.shared_experts, y, scope.options.partial_sums)) * gate).astype(x.dtype))
         return x + (routed_experts(layer.experts, y, scope, choose) + shared)
 
-    return run_decoder(model, config, inputs, options, apply_layer)
+    return apply_layer
 
 
 def _delta_net(net: DeltaNet, config: Qwen35MoeConfig, x: Float[Array, "B T D"], scope: LayerScope) -> Float[Array, "B T D"]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from flax import nnx
 
 from trace_jax.models import softmax_moe
-from trace_jax.models.inputs import ForwardInputs, ForwardOptions, ForwardOutput
+from trace_jax.models.decoder import ApplyLayer
+from trace_jax.models.inputs import ForwardInputs
 from trace_jax.models.modules import Decoder
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
 
@@ -18,6 +19,6 @@ def make(config: Qwen3MoeConfig, rngs: nnx.Rngs) -> Decoder:
     return softmax_moe.make_decoder(config, rngs, norms=(config.head_dim, config.head_dim), biases="qkvo" if config.attention_bias else "")
 
 
-def forward(model: Decoder, config: Qwen3MoeConfig, inputs: ForwardInputs, options: ForwardOptions) -> ForwardOutput:
-    """Runs the decoder; see `run_decoder`."""
-    return softmax_moe.run(model, config, inputs, options, norm_topk_prob=config.norm_topk_prob)
+def layer_function(config: Qwen3MoeConfig, inputs: ForwardInputs) -> ApplyLayer:
+    """The function of a layer over these inputs; see `run_decoder`."""
+    return softmax_moe.layer_function(config, inputs, norm_topk_prob=config.norm_topk_prob)

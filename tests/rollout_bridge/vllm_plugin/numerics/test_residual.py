@@ -116,6 +116,7 @@ def test_the_largest_channels_are_chosen_in_whole_blocks_and_in_order():
     assert numerics.largest_channels(energy, 0.01, numerics.NVFP4).tolist() == [3, *range(40, 54), 63]
     assert numerics.largest_channels(energy, 1.0, numerics.NVFP4).tolist() == list(range(64))
     assert numerics.largest_channels(energy, 0.0, numerics.NVFP4).tolist() == []
+    assert len(numerics.largest_channels(torch.zeros(1600), 0.07, numerics.NVFP4)) == 112  # not 112.00000000000001, rounded up
     with pytest.raises(ValueError, match="from 0 to 1"):
         numerics.largest_channels(energy, 1.5, numerics.NVFP4)
 

@@ -1,0 +1,100 @@
+"""What an engine is made from: plain data, which can be sent to the process or the host where the engine runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import jax
+
+from trace_jax.config import Config, resolve_layers
+from trace_jax.config.checks import ENGINE_GROUP
+from trace_jax.errors import UserError
+from trace_jax.models.policy import Policy
+from trace_jax.quantization.calibration import site_sizes
+from trace_jax.quantization.channels import Channels, channel_counts
+from trace_jax.quantization.plan import QuantPlan
+from trace_jax.rollout.embedded.decode import CaptureSpec
+from trace_jax.rollout.embedded.engine import EmbeddedEngine
+from trace_jax.rollout.engine import Engine
+from trace_jax.rollout.shared_engine import SharedEngine
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """The parts of a run that its engines need.
+
+    Args:
+      directory: the run's folder, where an engine leaves its log; None outside a run.
+      channels: what the rollout's residual compensation takes; `compensated` sees that they are those the config asks for.
+    """
+
+    config: Config
+    policy: Policy
+    rollout_plan: QuantPlan
+    directory: Path | None = None
+    channels: Channels = field(default_factory=dict)
+
+    def capture(self) -> CaptureSpec:
+        """The guidance record that the rollout takes."""
+        guidance = self.config.guidance
+        layers = resolve_layers(guidance.layers, self.policy.config.num_layers)
+        return CaptureSpec(guidance.record, tuple(guidance.sites), layers)
+
+    def engine(self) -> Engine:
+        """What generates for the run, without weights: one engine, those that Ray runs, or one for each process of the run.
+
+        Raises:
+          UserError: Ray is not installed, or does not start the engines.
+        """
+        if not self.has_channels():
+            raise RuntimeError("the rollout is to be compensated and no channels are chosen: call `compensated` first")
+        if jax.process_count() > 1:
+            return self._shared_engine()
+        if self.config.rollout.launcher == "process":
+            return self.single_engine()
+        try:
+            from trace_jax.rollout.ray_engines.pool import start_engines
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+            raise UserError("rollout.launcher ray needs Ray; run: pip install 'trace-jax[ray]', or write launcher: process") from error
+        parts = EngineSetup(self.config, self.policy, self.rollout_plan, self.directory, self.channels)
+        return start_engines(parts)
+
+    def single_engine(self) -> Engine:
+        """One engine of this process: the embedded one, or what the factory of an installed package makes of this setup."""
+        rollout = self.config.rollout
+        if rollout.engine != "jax":
+            (point,) = entry_points(group=ENGINE_GROUP, name=rollout.engine)
+            return point.load()(self)
+        policy = replace(self.policy, partial_sums=rollout.partial_sums)
+        return EmbeddedEngine(policy, self.rollout_plan, self.capture(), rollout.max_batch, self.channels)
+
+    def _shared_engine(self) -> Engine:
+        """Of several processes each has one; together they are one engine.
+
+        Raises:
+          UserError: the run is asynchronous, or Ray is to run its engines.
+        """
+        config = self.config
+        if config.asynchronous:
+            raise UserError(
+                f"sync.max_staleness is {config.sync.max_staleness}, which makes training asynchronous, but several processes train "
+                "in step only; write sync.max_staleness: 0 (or what sync.every and train.updates_per_batch need), or use one process"
+            )
+        if config.rollout.launcher != "process":
+            raise UserError(
+                f"rollout.launcher is {config.rollout.launcher}, but each of several processes has an engine of its own; write process, "
+                "or train in one process"
+            )
+        return SharedEngine(self.single_engine())
+
+    def channel_counts(self) -> dict[str, int]:
+        """How many channels of each site and layer the rollout compensates."""
+        return channel_counts(site_sizes(self.policy), self.rollout_plan, self.config.rollout.residual_compensation.fraction)
+
+    def has_channels(self) -> bool:
+        """Whether `channels` are as many as the config asks for."""
+        return {site: ids.shape[1] for site, ids in self.channels.items()} == self.channel_counts()
