@@ -16,8 +16,9 @@ from trace_jax.config.training_sections import OptimizerConfig
 from trace_jax.errors import UserError
 from trace_jax.models.key_map import FLOAT32_LEAVES, flatten, parameter_shapes
 from trace_jax.models.registry import ModelConfig, key_map, param_shapes
-from trace_jax.quantization.plan import QuantPlan, rollout_plan
+from trace_jax.quantization.plan import UNQUANTIZED, QuantPlan, rollout_plan
 from trace_jax.rollout import Trajectories, generate
+from trace_jax.rollout.weight_sync import decode_updates, expected_tensors, layer_updates
 from trace_jax.train.batches import TrainBatch, make_batch
 from trace_jax.train.objective import ObjectiveSpec
 from trace_jax.train.optimizer import make_optimizer
@@ -80,6 +81,21 @@ def test_record_and_routes_name_the_layers_that_have_them(family) -> None:
     assert recorded == expected
     if answers.guidance is not None:
         answers.guidance.validate(answers.num_tokens)
+
+
+def test_sync_10_an_update_carries_every_parameter(family) -> None:
+    config, _ = family
+    policy, params = tiny.policy("bfloat16", config), tiny.params(0, config)
+    updates = list(layer_updates(policy, UNQUANTIZED, params, {}))
+    assert [update.layer_id for update in updates] == [*range(config.num_layers), None]
+    names = [name for update in updates for name in update.tensors]
+    assert len(names) == len(set(names)) == len(expected_tensors(policy, UNQUANTIZED))
+    decoded, _ = decode_updates(policy, UNQUANTIZED, {name: leaf for update in updates for name, leaf in update.tensors.items()})
+    found = flatten(decoded)
+    for path, leaf in flatten(params).items():
+        dtype = jnp.float32 if path[-1] in FLOAT32_LEAVES else jnp.bfloat16
+        assert np.array_equal(np.asarray(found.pop(path)), np.asarray(leaf.astype(dtype))), path
+    assert not found
 
 
 def test_the_guided_trainer_repeats_the_rollout(family) -> None:
