@@ -12,6 +12,7 @@ from trace_jax.errors import UserError
 from trace_jax.layers.kv_cache import init_cache
 from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.models.registry import init_params
+from trace_jax.quantization.plan import SITES
 from trace_jax.train.dry_run import memory_plan, plan_run
 from trace_jax.train.run import run_training
 from trace_jax.train.setup import build_setup, weight_updates
@@ -101,7 +102,7 @@ def test_the_memory_plan_of_an_asynchronous_run(make_config):
     assert whole[waiting] == whole[ahead] == 0
     setup = build_setup(make_config("sync.max_staleness=2"))
     params = init_params(setup.policy.family, setup.policy.config, jax.random.key(0))
-    multipliers: dict[str, jax.Array] = dict.fromkeys(("expert_input", "down_input", "k", "v"), jnp.ones(setup.policy.config.num_layers))
+    multipliers = {site: jnp.ones(setup.policy.config.num_layers) for site in SITES}
     sent = [tensor for update in weight_updates(setup, params, multipliers) for tensor in update.tensors.values()]
     assert memory_plan(setup)[waiting] == bytes_of(sent)
     for settings, batches in ((["sync.max_staleness=2"], 2), (["sync.max_staleness=5", "train.updates_per_batch=2"], 2)):
