@@ -8,7 +8,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=32
 #SBATCH --exclusive
-#SBATCH --signal=TERM@120
+#SBATCH --signal=B:TERM@300
 #SBATCH --output=trace-jax-%j.log
 set -euo pipefail
 
@@ -28,27 +28,40 @@ fi
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 RAY_PORT=$((20000 + SLURM_JOB_ID % 10000))
-export HEAD RAY_AUTH_TOKEN RAY_PORT RAY_AUTH_MODE=token TRAINER_ENV ENGINE_ENV
+export HEAD RAY_AUTH_TOKEN RAY_PORT RAY_AUTH_MODE=token TRAINERS TRAINER_ENV ENGINE_ENV SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
 # Free shared memory: weights go through the object store and through vLLM's ring.
 srun --ntasks="$SLURM_JOB_NUM_NODES" bash -c \
   '(( $(df --output=avail -B1G /dev/shm | tail -n 1) >= 16 )) || { echo "error: $(hostname) has less than 16 GB free in /dev/shm" >&2; exit 1; }'
 
-srun --nodes="$engines" --ntasks="$engines" --relative="$TRAINERS" --export=ALL,JAX_PLATFORMS=cpu bash -c \
-  'PATH="$ENGINE_ENV/bin:$PATH" exec configs/launch/ray-node.sh "$HEAD" --block' &
-engine_step=$!
-trap 'kill "$engine_step" 2>/dev/null || true' EXIT
-
-# jax.distributed finds its processes in the variables of this step: SLURM_STEP_NODELIST, SLURM_STEP_NUM_TASKS, SLURM_PROCID. The hosts of
-# the trainers are nodes of the Ray cluster without resources, so that no engine is placed there.
-export TRACE_JAX_CONFIG=$config TRACE_JAX_OUT=$OUT VLLM_PYTHON
-srun --nodes="$TRAINERS" --ntasks="$TRAINERS" --relative=0 bash -c '
-  PATH="$TRAINER_ENV/bin:$PATH"
+# The Ray cluster is a step of its own, so that a signal to the trainers does not reach it. Their hosts are nodes without resources, where no
+# engine is placed.
+srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" bash -c '
   where=$HEAD
   ((SLURM_PROCID)) || where=head
-  configs/launch/ray-node.sh "$where" --num-cpus=0 --num-gpus=0
-  trace-jax train "$TRACE_JAX_CONFIG" --out "$TRACE_JAX_OUT" rollout.engine=vllm rollout.vllm.python="$VLLM_PYTHON" \
-    rollout.launcher=ray rollout.ray.address="$HEAD:$RAY_PORT" "$@" || code=$?
-  ray stop
-  exit "${code:-0}"
-' trainer "$@"
+  if ((SLURM_PROCID < TRAINERS)); then
+    PATH="$TRAINER_ENV/bin:$PATH" exec configs/launch/ray-node.sh "$where" --num-cpus=0 --num-gpus=0 --block
+  fi
+  export JAX_PLATFORMS=cpu
+  PATH="$ENGINE_ENV/bin:$PATH" exec configs/launch/ray-node.sh "$where" --block
+' &
+ray_step=$!
+trap 'kill "$ray_step" 2>/dev/null || true' EXIT
+until "$TRAINER_ENV/bin/ray" health-check --address "$HEAD:$RAY_PORT" >/dev/null 2>&1; do
+  kill -0 "$ray_step" || { echo "error: the Ray cluster did not start" >&2; exit 1; }
+  sleep 5
+done
+
+# jax.distributed finds its processes in the variables of this step: SLURM_STEP_NODELIST, SLURM_STEP_NUM_TASKS, SLURM_PROCID.
+srun --overlap --nodes="$TRAINERS" --ntasks="$TRAINERS" --relative=0 "$TRAINER_ENV/bin/trace-jax" train "$config" --out "$OUT" \
+  rollout.engine=vllm rollout.vllm.python="$VLLM_PYTHON" rollout.launcher=ray rollout.ray.address="$HEAD:$RAY_PORT" "$@" &
+trainer_step=$!
+# Five minutes before the end of the allocation: the step in progress, and a checkpoint. `wait` returns at the signal, and once more at the end.
+trap 'kill -TERM "$trainer_step"' TERM
+code=0
+wait "$trainer_step" || code=$?
+while kill -0 "$trainer_step" 2>/dev/null; do
+  code=0
+  wait "$trainer_step" || code=$?
+done
+exit "$code"
