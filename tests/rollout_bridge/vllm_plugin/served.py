@@ -22,7 +22,7 @@ from tests.exported_policy import save
 from tests.rollout_bridge.vllm_plugin.test_generation import INTERPRETER, trajectories
 from tests.tiny_policy import CONFIG
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
-from trace_jax.models.registry import Params
+from trace_jax.models.registry import ModelConfig, Params
 from trace_jax.quantization.plan import QuantPlan
 from trace_jax.train.batches import TrainBatch
 from trace_jax.train.objective import ObjectiveSpec, batch_logprobs
@@ -93,7 +93,7 @@ def trainer(
     batch: TrainBatch,
     plan: QuantPlan,
     compute_dtype: str,
-    config: Qwen3MoeConfig = CONFIG,
+    config: ModelConfig = CONFIG,
     masters: Params | None = None,
     scales: Any = None,
     capture: tuple[str, ...] = (),
