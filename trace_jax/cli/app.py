@@ -33,6 +33,7 @@ COMMANDS = {
     "report": "trace_jax.cli.report:report",
     "import": "trace_jax.cli.import_checkpoint:import_checkpoint",
     "bench": "trace_jax.cli.bench:bench",
+    "plan": "trace_jax.cli.plan:plan",
     "doctor": "trace_jax.cli.doctor:doctor",
 }
 """Command name -> `module:function`, in the order of `--help`."""

@@ -30,6 +30,11 @@ BLOCKS = {name: block_format(name).block for name in BLOCK_FORMATS}
 Rows: TypeAlias = slice | np.ndarray
 
 
+def row_bytes(kind: RecordKind, fmt: str, width: int) -> int:
+    """Bytes of data and scales of one vector of a site."""
+    return -(-width * BITS_PER_VALUE[kind] // 8) - (-width // BLOCKS[fmt])
+
+
 def check(field: str, array: np.ndarray | None, dtype: type, shape: tuple[int, ...]) -> None:
     """Raise ValueError, naming the field, unless `array` has this dtype and shape."""
     if not isinstance(array, np.ndarray):

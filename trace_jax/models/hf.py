@@ -63,6 +63,17 @@ class OpenHfCheckpoint(NamedTuple):
     files: Source
 
 
+def read_hf_config(directory: Path) -> tuple[str, Any]:
+    """Family and config of a directory; no weight is looked at.
+
+    Raises:
+      UserError: there is no config.json, or its family or configuration is not supported.
+    """
+    config_json = read_json(directory / "config.json")
+    config_json.pop("quantization_config", None)
+    return _read_config(directory, config_json)
+
+
 @contextmanager
 def open_hf_directory(path: str | Path, upcycling: Upcycling | None = None) -> Iterator[OpenHfCheckpoint]:
     """Reads config.json and the names and shapes of all tensors; each parameter is filled exactly once and each key accounted for.

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import block_format
 from trace_jax.config import Config, dump, resolve_layers
+from trace_jax.guidance.site_record import row_bytes
 from trace_jax.models.registry import key_map, param_shapes
 from trace_jax.quantization.plan import BLOCK_FORMATS, RECORDED_SITES
 from trace_jax.rollout.embedded.decode import CaptureSpec
@@ -128,7 +128,6 @@ def record_bytes_per_token(setup: Setup, capture: CaptureSpec) -> float:
     if capture.kind == "none":
         return 0.0
     model, total = setup.policy.config, 0.0
-    bits = {"scales": 0, "mantissa": 1, "codes": 4}[capture.kind]
     layers = resolve_layers(list(capture.layers), model.num_layers)
     for name in capture.sites:
         fmt = setup.rollout_plan.site(name).format
@@ -136,6 +135,5 @@ def record_bytes_per_token(setup: Setup, capture: CaptureSpec) -> float:
             continue  # nothing to record
         site = model.sites[name]
         recorded, vectors, width = len(set(layers) & set(site.layer_ids)), math.prod(site.lead), site.width
-        block = block_format(fmt).block
-        total += recorded * vectors * (-(-width * bits // 8) + -(-width // block))
+        total += recorded * vectors * row_bytes(capture.kind, fmt, width)
     return total
