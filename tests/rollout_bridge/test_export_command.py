@@ -12,6 +12,7 @@ import pytest
 from exported_policy import multipliers, random_params, save
 
 from trace_jax.cli import app
+from trace_jax.train.stored_policy import StoredPolicy
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["trace_jax.commands"]
@@ -83,13 +84,13 @@ def test_a_checkpoint_that_was_never_calibrated_is_calibrated(
     folder = save(tmp_path / "run", random_params(), {})
     asked: list[tuple[Path, str | None]] = []
 
-    def calibrated_on(path: Path, stored: object, settings: object, task: str | None, overrides: object) -> dict[str, np.ndarray]:
-        asked.append((path, task))
+    def calibrated_on(stored: StoredPolicy, settings: object, task: str | None, overrides: object) -> dict[str, np.ndarray]:
+        asked.append((stored.folder, task))
         return {site: np.asarray(values) for site, values in multipliers().items()}
 
     monkeypatch.setattr(run, "_multipliers", calibrated_on)
     words = ["export", str(folder), str(tmp_path / "out"), "--task", "reasoning_gym:spell_backward", "--json"]
-    assert app.main(words) == 0 and asked == [(folder, "reasoning_gym:spell_backward")]
+    assert app.main(words) == 0 and asked == [(folder / "checkpoints" / "0", "reasoning_gym:spell_backward")]
     shown = capsys.readouterr()
     assert json.loads(shown.out)["calibrated_now"] is True and "calibrating down_input, expert_input, k, v" in shown.err
     assert app.main(["export", str(folder), str(tmp_path / "bf16"), "--format", "bf16"]) == 0 and len(asked) == 1

@@ -33,7 +33,7 @@ TEMPERATURES = (0.7, 1.0, 1.3, 0.0, 0.9)
 class OneSequenceARow(UpdateSettings):
     """The plan without packing, in two micro-batches."""
 
-    def plan(self, lengths):
+    def plan(self, lengths, row_multiple=1):
         indices = np.arange(lengths.size)
         return [MicroBatch([[int(i)] for i in part], LENGTH, 16) for part in np.array_split(indices, 2)]
 

@@ -88,7 +88,7 @@ def open_hf_directory(path: str | Path, upcycling: Upcycling | None = None) -> I
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise UserError(f"{directory} is not a directory; give the directory of a Hugging Face checkpoint")
+        raise UserError(f"{directory} is not a directory; give the directory of a Hugging Face checkpoint, or a .gguf file to import")
     config_json = read_json(directory / "config.json")
     quantization = config_json.pop("quantization_config", None)
     family, config = _read_config(directory, config_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -43,6 +44,7 @@ class Parameters:
         return self.experts + self.rest
 
 
+@functools.cache
 def parameters_of(policy: Policy) -> Parameters:
     """Counts by the shapes of the model's checkpoint."""
     config = policy.config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from trace_jax.train.stream_checkpoint import fill, placeholders
 CARRIED = "tokenizer"
 """Folder of the tokenizer and generation files in an imported checkpoint, and the tokenizer's name there: it moves with the checkpoint."""
 
+GGUF_SUFFIX = ".gguf"
 UNPACKED = "unpacked"
 """Folder of what a GGUF file holds, while it is imported."""
 
@@ -45,18 +47,24 @@ def import_hf_checkpoint(source: Path, out: Path, upcycling: Upcycling | None = 
     """
     if out.exists():
         raise UserError(f"{out} exists; choose another folder, nothing is overwritten")
+    made = [folder for folder in out.absolute().parents if not folder.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     try:
-        if source.is_file():
-            (partial / UNPACKED).mkdir()
-            write_hf_directory(source, partial / UNPACKED)
-        result = _import_directory(partial / UNPACKED if source.is_file() else source, partial, upcycling)
+        directory = source
+        if source.is_file() and source.suffix.lower() == GGUF_SUFFIX:
+            directory = partial / UNPACKED
+            directory.mkdir()
+            write_hf_directory(source, directory)
+        result = _import_directory(directory, partial, upcycling)
         shutil.rmtree(partial / UNPACKED, ignore_errors=True)
         partial.chmod(0o755)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        for folder in made:
+            with suppress(OSError):  # not empty after a success
+                folder.rmdir()
     shown = str(out / CARRIED) if result["tokenizer"] == CARRIED else result["tokenizer"]
     return {"checkpoint": str(out), **result, "tokenizer": shown}
 
