@@ -63,7 +63,7 @@ def export(folder: Path, name: str, config: Qwen3MoeConfig = CONFIG, **choices: 
     return str(out)
 
 
-def stored_params(config: Qwen3MoeConfig = CONFIG) -> Params:
+def stored_params(config: ModelConfig = CONFIG) -> Params:
     """The policy as a file holds it: everything outside the experts in BF16, and float32 again. The experts' quantizer rounds itself."""
     tree = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), tiny_policy.params(0, config))
     tree["groups"][0]["experts"] = tiny_policy.params(0, config)["groups"][0]["experts"]
