@@ -50,8 +50,17 @@ class EngineSetup:
         """
         if not self.has_channels():
             raise RuntimeError("the rollout is to be compensated and no channels are chosen: call `compensated` first")
-        if jax.process_count() > 1:
-            return self._shared_engine()
+        if jax.process_count() == 1:
+            return self._launched()
+        if self.config.asynchronous:
+            raise UserError(
+                f"sync.max_staleness is {self.config.sync.max_staleness}, which makes training asynchronous, but several processes train "
+                "in step only; write sync.max_staleness: 0 (or what sync.every and train.updates_per_batch need), or use one process"
+            )
+        return SharedEngine(self._launched())
+
+    def _launched(self) -> Engine:
+        """The engines of this process: one, or those that Ray runs for it."""
         if self.config.rollout.launcher == "process":
             return self.single_engine()
         try:
@@ -71,25 +80,6 @@ class EngineSetup:
             return point.load()(self)
         policy = replace(self.policy, partial_sums=rollout.partial_sums)
         return EmbeddedEngine(policy, self.rollout_plan, self.capture(), rollout.max_batch, self.channels)
-
-    def _shared_engine(self) -> Engine:
-        """Of several processes each has one; together they are one engine.
-
-        Raises:
-          UserError: the run is asynchronous, or Ray is to run its engines.
-        """
-        config = self.config
-        if config.asynchronous:
-            raise UserError(
-                f"sync.max_staleness is {config.sync.max_staleness}, which makes training asynchronous, but several processes train "
-                "in step only; write sync.max_staleness: 0 (or what sync.every and train.updates_per_batch need), or use one process"
-            )
-        if config.rollout.launcher != "process":
-            raise UserError(
-                f"rollout.launcher is {config.rollout.launcher}, but each of several processes has an engine of its own; write process, "
-                "or train in one process"
-            )
-        return SharedEngine(self.single_engine())
 
     def channel_counts(self) -> dict[str, int]:
         """How many channels of each site and layer the rollout compensates."""

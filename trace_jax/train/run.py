@@ -57,7 +57,7 @@ def run_training(
     with open_run(config, directory, resume=resume, report=report) as run:
         last = run.latest() if resume else None
         learner = _started(config, directory, shared.task) if last is None else _resumed(config, run.checkpoints, last, shared.task)
-        with closing(learner), closing(learner.setup.task):
+        with closing(learner.setup.task), closing(learner):  # the learner first: its stream may still be verifying answers
             learner.setup.require_rows()
             if not run.stopping():
                 run.begin(learner.progress.step if resume else None)

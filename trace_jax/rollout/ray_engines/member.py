@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError  # pyright: ignore[reportMissingImports]
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError  # pyright: ignore[reportMissingImports]
 
 from trace_jax.rollout.engine import Request
 from trace_jax.rollout.ray_engines.actor import OtherLife
@@ -86,6 +86,10 @@ class Member:
             if isinstance(error.cause, OtherLife):
                 raise Lost("it was started again") from None
             raise error.cause from error
+        except ActorUnavailableError as error:
+            # It cannot be reached, but may live and still hold its requests, which a new one gets: the old one must not answer too.
+            ray.kill(self.actor, no_restart=False)
+            raise Lost(_reason(error)) from None
         except RayActorError as error:
             raise Lost(_reason(error), for_good=isinstance(error, ActorDiedError)) from None
         except RayError as error:
