@@ -19,6 +19,7 @@ from trace_jax.errors import UserError
 
 WORKER_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine and its hooks in the worker itself
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # what is captured is known of the first model runner
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # everything is in the model's folder
     "PYTHONFAULTHANDLER": "1",

@@ -33,6 +33,9 @@ class EmulatedExperts:
         self.fmt, self.use_a16 = fmt, use_a16
         self.channels = {site: Channels(fraction) for site in ("expert_input", "down_input")}
 
+    def maybe_make_prepare_finalize(self, routing_tables=None) -> None:
+        """None: vLLM 0.26 asks a method without a kernel for what would surround one."""
+
     def require_simple(self, layer) -> None:
         """Raises NotImplementedError for experts divided between workers, or another activation than silu."""
         activation = getattr(layer.activation, "value", layer.activation)

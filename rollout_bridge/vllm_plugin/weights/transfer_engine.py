@@ -106,6 +106,11 @@ class RingWeightTransferEngine(WeightTransferEngine[RingInitInfo, RingUpdateInfo
     def finish_weight_update(self) -> None:
         """Everything is done."""
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """vLLM 0.26 wants the sender here as well; ours is `rollout_bridge.engine.weights.send`, which needs no vLLM."""
+        raise NotImplementedError("the trainer sends through rollout_bridge.engine.weights.send")
+
     def shutdown(self) -> None:
         """Gives the ring back."""
         if self._reader is not None:

@@ -26,7 +26,7 @@ def update_weights(llm: Any, ring_path: Path | str, version: int, timeout_s: flo
     llm.init_weight_transfer_engine({"init_info": {"ring_path": str(ring_path)}})
     llm.start_weight_update()
     llm.update_weights({"update_info": {"version": version, "timeout_s": timeout_s}})
-    llm.finish_weight_update(str(version))
+    llm.finish_weight_update()
     llm.reset_prefix_cache(reset_running_requests=True)
     return weights_checksum(llm)
 

@@ -77,7 +77,7 @@ def linear(arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 def refusals() -> list[str]:
     """What the experts say about scales that would give wrong values silently."""
-    from rollout_bridge.vllm_plugin.cpu import CanonicalModelOptNvFp4FusedMoE
+    from rollout_bridge.vllm_plugin.nvfp4 import CanonicalModelOptNvFp4FusedMoE
 
     method = CanonicalModelOptNvFp4FusedMoE.__new__(CanonicalModelOptNvFp4FusedMoE)
     method.use_a16 = False
