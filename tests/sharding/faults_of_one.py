@@ -98,7 +98,7 @@ def of_an_engine() -> dict[str, Any]:
     local.abort(range(100))
     local.poll()
     shared = SharedEngine(local)
-    return found | {"after": shared.update_weights(updates(), 2).version, "answers": generate(shared, tiny.requests()).num_sequences}
+    return found | {"after": shared.update_weights(updates(), 2).version, "served": generate(shared, tiny.requests()).num_sequences}
 
 
 def of_a_reward(me: int) -> str:

@@ -9,14 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
-from tests.train.conftest import VALUES
 from trace_jax.errors import UserError
 from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.sharding import processes
@@ -128,27 +126,13 @@ def test_what_one_process_meets_ends_both(environment, tmp_path):
     assert second["update"] == "ValueError: no room for the second layer"
     assert first["update"] == "RuntimeError: process 1: no room for the second layer"
     assert first["poll"] == "MemoryError: no room for a wave" and second["poll"] == "RuntimeError: process 0: no room for a wave"
-    assert [(found["after"], found["answers"]) for found in (first, second)] == [(2, 8)] * 2
+    assert [(found["after"], found["served"]) for found in (first, second)] == [(2, 8)] * 2
     assert second["reward"] == "UserError: task.reward math needs math-verify"
     assert first["reward"] == "UserError: process 1: task.reward math needs math-verify"
     for what in ("record", "answers", "begin"):
         kind, _, text = first[what].partition(": ")
         assert second[what] == f"UserError: process 0: {text}", (what, kind)
     assert "No space left" in first["record"]
-
-
-@pytest.fixture(scope="module")
-def config_file(tmp_path_factory) -> Path:
-    values = VALUES | {"model": VALUES["model"] | {"config": VALUES["model"]["config"] | {"num_kv_heads": 2}}}
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
-
-
-@pytest.fixture(scope="module")
-def train(environment, config_file) -> Callable[..., list[str]]:
-    """`train(out, "steps=2", ...)`: the words of a training command."""
-    return lambda out, *overrides: ["-m", "trace_jax", "train", str(config_file), *overrides, "--out", str(out)]
 
 
 def metrics_of(out: Path) -> list[dict[str, float]]:

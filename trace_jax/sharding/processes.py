@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import UInt8
 
 from trace_jax.errors import UserError
+from trace_jax.sharding import lost_processes
 
 Value = TypeVar("Value")
 
@@ -65,12 +66,15 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
 def join(environment: Mapping[str, str] = os.environ) -> None:
     """Connects this process with the others of its run, if there are any; before anything asks jax for its devices.
 
+    From then on the program ends when another process is lost (`lost_processes`).
+
     Raises:
-      UserError: as `launch_of`.
+      UserError: as `launch_of`, or a process cannot reach process 0.
     """
     launch = launch_of(environment)
     if launch is not None and launch.count > 1:
         jax.distributed.initialize(*launch, cluster_detection_method="deactivate")
+        lost_processes.watch(*launch, gathered)
 
 
 def is_first() -> bool:
