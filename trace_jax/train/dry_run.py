@@ -36,7 +36,8 @@ def plan_run(config: Config) -> dict[str, Any]:
         setup.require_launch()
         fraction = config.rollout.residual_compensation.fraction
         _require_rows(setup, calibrates=not multipliers or 0 < fraction < 1)
-        return {"config": config.model_dump(mode="json"), "memory": memory_plan(setup) | device_plan(setup, {} if mesh is None else mesh.shape)}
+        memory = memory_plan(setup) | device_plan(setup, {} if mesh is None else mesh.shape)
+        return {"config": config.model_dump(mode="json"), "memory": memory}
     finally:
         setup.task.close()
 
