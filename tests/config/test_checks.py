@@ -22,7 +22,7 @@ def config(*overrides: str) -> Config:
     [
         (["sync.every=3"], "sync.max_staleness is 0"),
         (["train.updates_per_batch=2"], "write 1 or more"),
-        (["sync.every=2", "train.updates_per_batch=3", "sync.max_staleness=4"], "write 5 or more"),
+        (["sync.every=2", "train.updates_per_batch=3", "sync.max_staleness=2"], "write 3 or more"),
         (["sync.max_staleness=1", "algorithm.correction.kind=none"], "asynchronous, but algorithm.correction.kind is none"),
         (["guidance.record=none"], "guidance.record is none"),
         (["rollout.activations=bf16"], "train_quant.activations is guided"),
@@ -68,7 +68,7 @@ def test_refused(overrides: list[str], part: str) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["sync.every=2", "train.updates_per_batch=3", "sync.max_staleness=5"],
+        ["sync.every=2", "train.updates_per_batch=3", "sync.max_staleness=3"],
         ["sync.every=2", "sync.max_staleness=1", "algorithm.correction.kind=none"],
         ["rollout.kv_cache.v=bf16"],
         ["guidance.sites=[expert_input, k]"],
@@ -171,7 +171,8 @@ def test_algorithms_differ_as_documented() -> None:
         (["train.updates_per_batch=3", "sync.max_staleness=2"], 2, False),
         (["train.updates_per_batch=3", "sync.max_staleness=3"], 2, True),
         (["sync.every=2", "sync.max_staleness=1"], 1, False),
-        (["sync.every=2", "train.updates_per_batch=2", "sync.max_staleness=4"], 3, True),
+        (["sync.every=2", "train.updates_per_batch=2", "sync.max_staleness=2"], 2, False),
+        (["sync.every=2", "train.updates_per_batch=2", "sync.max_staleness=3"], 2, True),
     ],
 )
 def test_training_is_asynchronous_if_more_staleness_is_allowed_than_alternating_has(overrides, least, asynchronous) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+from tests.train.conftest import VALUES
 
 DEVICES = "--xla_force_host_platform_device_count=8"
 
@@ -31,3 +34,17 @@ def run_program(eight_devices: dict[str, str]) -> Callable[..., Any]:
         return json.loads(done.stdout.splitlines()[-1])
 
     return run
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory) -> Path:
+    values = VALUES | {"model": VALUES["model"] | {"config": VALUES["model"]["config"] | {"num_kv_heads": 2}}}
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture(scope="module")
+def train(environment, config_file) -> Callable[..., list[str]]:
+    """`train(out, "steps=2", ...)`: the words of a training command."""
+    return lambda out, *overrides: ["-m", "trace_jax", "train", str(config_file), *overrides, "--out", str(out)]

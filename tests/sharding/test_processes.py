@@ -9,14 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
-from tests.train.conftest import VALUES
 from trace_jax.errors import UserError
 from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.sharding import processes
@@ -120,18 +118,21 @@ def test_two_processes_generate_agree_and_train_a_step(environment):
         assert result["gradient"] < 5e-6 and result["logp"] < 5e-6 and result["params"] < 2e-4
 
 
-@pytest.fixture(scope="module")
-def config_file(tmp_path_factory) -> Path:
-    values = VALUES | {"model": VALUES["model"] | {"config": VALUES["model"]["config"] | {"num_kv_heads": 2}}}
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
-
-
-@pytest.fixture(scope="module")
-def train(environment, config_file) -> Callable[..., list[str]]:
-    """`train(out, "steps=2", ...)`: the words of a training command."""
-    return lambda out, *overrides: ["-m", "trace_jax", "train", str(config_file), *overrides, "--out", str(out)]
+def test_what_one_process_meets_ends_both(environment, tmp_path):
+    programs = start_two(environment, [str(FOLDER / "faults_of_one.py"), str(tmp_path)])
+    first, second = (json.loads(output.splitlines()[-1]) for output, _ in outputs_of(programs))
+    assert first["chunks"] and second["chunks"]
+    assert second["unpicklable"] == "MemoryError: no room for a copy" and "process 1 cannot send" in first["unpicklable"]
+    assert second["update"] == "ValueError: no room for the second layer"
+    assert first["update"] == "RuntimeError: process 1: no room for the second layer"
+    assert first["poll"] == "MemoryError: no room for a wave" and second["poll"] == "RuntimeError: process 0: no room for a wave"
+    assert [(found["after"], found["served"]) for found in (first, second)] == [(2, 8)] * 2
+    assert second["reward"] == "UserError: task.reward math needs math-verify"
+    assert first["reward"] == "UserError: process 1: task.reward math needs math-verify"
+    for what in ("record", "answers", "begin"):
+        kind, _, text = first[what].partition(": ")
+        assert second[what] == f"UserError: process 0: {text}", (what, kind)
+    assert "No space left" in first["record"]
 
 
 def metrics_of(out: Path) -> list[dict[str, float]]:

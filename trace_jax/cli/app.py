@@ -22,6 +22,7 @@ from typer.main import get_command
 from trace_jax import __version__
 from trace_jax.cli.common import Interrupted, exit_code_of, quiet_dependencies
 from trace_jax.errors import UserError
+from trace_jax.sharding.lost_processes import leave
 
 COMMANDS = {
     "train": "trace_jax.cli.train:train",
@@ -131,4 +132,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit code.
     """
     quiet_dependencies()
-    return run(lambda: get_command(app)(args=None if arguments is None else list(arguments), prog_name="trace-jax", standalone_mode=False))
+    code = run(lambda: get_command(app)(args=None if arguments is None else list(arguments), prog_name="trace-jax", standalone_mode=False))
+    leave(code)
+    return code

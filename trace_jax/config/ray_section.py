@@ -15,9 +15,10 @@ class RaySection(Section):
     Args:
       address: of a running cluster (`auto` or HOST:PORT); null starts one on this machine, which ends with the run.
       num_cpus: CPUs that an engine reserves.
-      num_gpus: GPUs that an engine reserves and sees; null is as many as vLLM's `tensor_parallel_size`, or 1, where the cluster has any.
+      num_gpus: GPUs that an engine reserves and sees; null is as many as `rollout.vllm.tensor_parallel`, or 1, where the cluster has any.
       max_restarts: how often Ray starts an engine again in place of a lost one.
       start_timeout_s: what an engine may take to be placed, started and loaded.
+      silence_timeout_s: after so long without an answer to a call, which is one wave or update, an engine counts as hung and is replaced.
       object_store_gib: shared memory of a cluster that is started; null is Ray's choice, a third of the memory.
     """
 
@@ -26,4 +27,5 @@ class RaySection(Section):
     num_gpus: Annotated[float, Field(ge=0)] | None = None
     max_restarts: Count = 3
     start_timeout_s: Rate = 600.0
+    silence_timeout_s: Rate = 3600.0
     object_store_gib: Rate | None = None

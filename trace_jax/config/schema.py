@@ -92,8 +92,11 @@ class Config(Section):
 
     @property
     def least_staleness(self) -> int:
-        """By how many updates a token can be older than the weights that train on it when rollout and training alternate."""
-        return self.sync.every * self.train.updates_per_batch - 1
+        """By how many updates a token can be older than the weights that train on it when rollout and training alternate.
+
+        A batch begins with weights at most `every` - 1 updates old, and its last update comes `updates_per_batch` - 1 later.
+        """
+        return self.sync.every + self.train.updates_per_batch - 2
 
     @property
     def asynchronous(self) -> bool:

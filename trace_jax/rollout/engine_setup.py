@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -46,31 +47,45 @@ class EngineSetup:
         """What generates for the run, without weights: one engine, those that Ray runs, or one for each process of the run.
 
         Raises:
-          UserError: Ray is not installed, or does not start the engines.
+          UserError: as `require_launch`, or Ray does not start the engines.
         """
         if not self.has_channels():
             raise RuntimeError("the rollout is to be compensated and no channels are chosen: call `compensated` first")
+        self.require_launch()
         if jax.process_count() == 1:
             return self._launched()
-        if self.config.asynchronous:
+        folder = None if self.directory is None else self.directory / f"process_{jax.process_index()}"
+        return SharedEngine(replace(self, directory=folder)._launched())
+
+    def require_launch(self) -> None:
+        """Refuses engines that cannot be started here, before anything is.
+
+        Raises:
+          UserError: the run is asynchronous and has several processes, Ray is not installed, or its engines would be on the trainer's GPUs.
+        """
+        config = self.config
+        if config.asynchronous and jax.process_count() > 1:
             raise UserError(
-                f"sync.max_staleness is {self.config.sync.max_staleness}, which makes training asynchronous, but several processes train "
-                "in step only; write sync.max_staleness: 0 (or what sync.every and train.updates_per_batch need), or use one process"
+                f"sync.max_staleness is {config.sync.max_staleness}, which makes training asynchronous, but several processes train in step "
+                f"only; write sync.max_staleness: {config.least_staleness}, or use one process"
             )
-        return SharedEngine(self._launched())
+        if config.rollout.launcher == "process":
+            return
+        if find_spec("ray") is None:
+            raise UserError("rollout.launcher ray needs Ray; run: pip install 'trace-jax[ray]', or write launcher: process")
+        if config.rollout.ray.address is None and jax.default_backend() == "gpu":
+            raise UserError(
+                "rollout.ray.address is null, and Ray would start the engines on this machine's GPUs, which the trainer holds; start a "
+                "cluster with other ones (CUDA_VISIBLE_DEVICES=4,5,6,7 ray start --head) and write rollout.ray.address: auto"
+            )
 
     def _launched(self) -> Engine:
         """The engines of this process: one, or those that Ray runs for it."""
         if self.config.rollout.launcher == "process":
             return self.single_engine()
-        try:
-            from trace_jax.rollout.ray_engines.pool import start_engines
-        except ModuleNotFoundError as error:
-            if error.name != "ray":
-                raise
-            raise UserError("rollout.launcher ray needs Ray; run: pip install 'trace-jax[ray]', or write launcher: process") from error
-        parts = EngineSetup(self.config, self.policy, self.rollout_plan, self.directory, self.channels)
-        return start_engines(parts)
+        from trace_jax.rollout.ray_engines.pool import start_engines
+
+        return start_engines(EngineSetup(self.config, self.policy, self.rollout_plan, self.directory, self.channels))
 
     def single_engine(self) -> Engine:
         """One engine of this process: the embedded one, or what the factory of an installed package makes of this setup."""

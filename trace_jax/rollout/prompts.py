@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float32
 from trace_jax.errors import UserError
 from trace_jax.rollout.engine import Request
 from trace_jax.rollout.trajectories import Trajectories
-from trace_jax.sharding.processes import gathered, own_part
+from trace_jax.sharding.processes import everywhere, gathered, own_part
 from trace_jax.tasks import Row, Task
 from trace_jax.tokenizers import Tokenizer
 
@@ -120,7 +120,8 @@ def score(trajectories: Trajectories, rows: Sequence[Row], task: Task, tokenizer
       UserError: the verifier fails on everything (see `RewardHealth`).
     """
     part = own_part(len(rows))  # of several processes, each verifies a part; all get the same rewards
-    verdicts = sum(gathered(task.score_batch(rows[part], answer_texts(trajectories, tokenizer)[part])), [])
+    own = everywhere(lambda: task.score_batch(rows[part], answer_texts(trajectories, tokenizer)[part]))
+    verdicts = sum(gathered(own), [])
     task.health.observe(rows, verdicts)
     failed = np.asarray([verdict.error is not None for verdict in verdicts], bool)
     reward = np.asarray([verdict.score for verdict in verdicts], np.float32)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from trace_jax.rollout.engine import Capabilities, Engine, Health, PauseMode, Request
 from trace_jax.rollout.trajectories import Trajectories
 from trace_jax.rollout.weight_update import Ack, LayerUpdate
-from trace_jax.sharding.processes import fail_together, gathered, own_part, require_agreement
+from trace_jax.sharding.processes import everywhere, gathered, own_part, require_agreement
 
 POLL_S = 1.0
 """Longest wait in one poll of the engine of this process."""
@@ -34,13 +34,9 @@ class SharedEngine:
         Raises:
           UserError: a prompt does not fit, in this or another process.
         """
-        mine, error = requests[own_part(len(requests))], None
-        try:
-            self._local.submit(mine)
-            self._waiting |= {request.sample_id for request in mine}
-        except Exception as caught:  # whatever it is, the others must not wait
-            error = caught
-        fail_together(error)
+        mine = requests[own_part(len(requests))]
+        everywhere(lambda: self._local.submit(mine))
+        self._waiting |= {request.sample_id for request in mine}
 
     def poll(self, timeout: float = 0.0) -> Trajectories:
         """All answers of all processes; without those of a process whose engine is paused.
@@ -51,20 +47,20 @@ class SharedEngine:
         Raises:
           RuntimeError: an engine died.
         """
-        parts, error = [], None
-        try:
-            while self._waiting:
-                parts.append(self._local.poll(POLL_S))
-                self._waiting -= set(parts[-1].sample_id.tolist())
-                health = self._local.health()
-                if not parts[-1].num_sequences and not health.alive:
-                    raise RuntimeError(f"the engine died with {len(self._waiting)} requests unfinished: {health.detail}")
-                if not parts[-1].num_sequences and health.paused:
-                    break
-        except Exception as caught:
-            error = caught
-        fail_together(error)
-        return Trajectories.concat(gathered(Trajectories.concat(parts)))
+        return Trajectories.concat(gathered(everywhere(self._own_answers)))
+
+    def _own_answers(self) -> Trajectories:
+        """What the own engine makes of its part."""
+        parts = []
+        while self._waiting:
+            parts.append(self._local.poll(POLL_S))
+            self._waiting -= set(parts[-1].sample_id.tolist())
+            health = self._local.health()
+            if not parts[-1].num_sequences and not health.alive:
+                raise RuntimeError(f"the engine died with {len(self._waiting)} requests unfinished: {health.detail}")
+            if not parts[-1].num_sequences and health.paused:
+                break
+        return Trajectories.concat(parts)
 
     def abort(self, sample_ids: Sequence[int]) -> None:
         """Ends requests, wherever they run."""
@@ -85,15 +81,15 @@ class SharedEngine:
           UserError: the engines did not get the same ones.
           ValueError: they do not fit the engine of this process.
         """
-        ack, error = None, None
-        try:
-            ack = self._local.update_weights(updates, version)
-        except Exception as caught:
-            error = caught
-            for _ in updates:  # on a mesh every layer is brought together by all processes, also by one whose engine takes no more
-                pass
-        fail_together(error)
-        assert ack is not None  # nothing failed
+
+        def update() -> Ack:
+            try:
+                return self._local.update_weights(updates, version)
+            finally:
+                for _ in updates:  # on a mesh every layer is brought together by all processes, also by one whose engine takes no more
+                    pass
+
+        ack = everywhere(update)
         require_agreement("weights", (ack.count, ack.checksum, ack.version))
         return ack
 

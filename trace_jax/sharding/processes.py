@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import UInt8
 
 from trace_jax.errors import UserError
+from trace_jax.sharding import lost_processes
 
 Value = TypeVar("Value")
 
@@ -24,6 +26,9 @@ ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PRO
 
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"
 """The number of a pod of an indexed Job; stands for `JAX_PROCESS_ID`."""
+
+CHUNK_BYTES = 1 << 26
+"""What a process sends the others at a time; every device of the run holds that of all processes."""
 
 
 class Launch(NamedTuple):
@@ -61,12 +66,15 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
 def join(environment: Mapping[str, str] = os.environ) -> None:
     """Connects this process with the others of its run, if there are any; before anything asks jax for its devices.
 
+    From then on the program ends when another process is lost (`lost_processes`).
+
     Raises:
-      UserError: as `launch_of`.
+      UserError: as `launch_of`, or a process cannot reach process 0.
     """
     launch = launch_of(environment)
     if launch is not None and launch.count > 1:
         jax.distributed.initialize(*launch, cluster_detection_method="deactivate")
+        lost_processes.watch(*launch, gathered)
 
 
 def is_first() -> bool:
@@ -74,20 +82,40 @@ def is_first() -> bool:
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
-def gathered(value: Value) -> list[Value]:
+def gathered(value: Value, chunk_bytes: int = CHUNK_BYTES) -> list[Value]:
     """The values of all processes, in their order. All processes call it at the same point.
 
     Args:
       value: anything that can be pickled; the processes of a run trust each other.
+      chunk_bytes: of a process, sent at a time; a power of two.
+
+    Raises:
+      RuntimeError: another process cannot pickle its value.
     """
     if jax.process_count() == 1:
         return [value]
-    data = np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.asarray([data.size], np.int32))).reshape(-1)
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: data.size] = data
-    parts = np.asarray(multihost_utils.process_allgather(padded)).reshape(sizes.size, -1)
-    return [pickle.loads(part[:size].tobytes()) for part, size in zip(parts, sizes.tolist(), strict=True)]
+    try:
+        data, error = np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8), None
+    except Exception as caught:  # most likely of memory; the others must not wait
+        data, error = np.zeros(0, np.uint8), caught
+    sizes = _rows(np.asarray([data.size], np.int64).view(np.uint8)).view(np.int64)[:, 0].tolist()  # JAX knows no int64
+    if error is not None:
+        raise error
+    if 0 in sizes:
+        raise RuntimeError(f"process {sizes.index(0)} cannot send what it has; its log says why")
+    parts = [np.empty(size, np.uint8) for size in sizes]
+    for start in range(0, max(sizes), chunk_bytes):
+        here = slice(start, min(start + chunk_bytes, max(sizes)))
+        sent = np.zeros(1 << (here.stop - start - 1).bit_length(), np.uint8)  # few lengths, since each is a program
+        sent[: data[here].size] = data[here]
+        for part, row in zip(parts, _rows(sent), strict=True):
+            part[here] = row[: part[here].size]
+    return [pickle.loads(part) for part in parts]
+
+
+def _rows(own: UInt8[np.ndarray, " n"]) -> UInt8[np.ndarray, "processes n"]:
+    """As many bytes of every process."""
+    return np.ascontiguousarray(np.asarray(multihost_utils.process_allgather(own)).reshape(jax.process_count(), own.size))
 
 
 def own_part(count: int) -> slice:
@@ -100,15 +128,29 @@ def fail_together(error: Exception | None) -> None:
     """Raises the error of this process, or that of another one, so that none waits for one that has left.
 
     Raises:
-      UserError: some process has one.
+      UserError: some process has one, or an error of its files.
       RuntimeError: some process has another error.
     """
-    errors = gathered(None if error is None else (isinstance(error, UserError), str(error)))
+    errors = gathered(None if error is None else (isinstance(error, UserError | OSError), str(error)))
     if error is not None:
         raise error
     for index, found in enumerate(errors):
         if found is not None:
             raise (UserError if found[0] else RuntimeError)(f"process {index}: {found[1]}")
+
+
+def everywhere(action: Callable[[], Value]) -> Value:
+    """Does something in every process; what fails in one fails in all. The action itself waits for no other process.
+
+    Raises:
+      UserError, RuntimeError: as `fail_together`.
+    """
+    try:
+        value, error = action(), None
+    except Exception as caught:
+        value, error = None, caught
+    fail_together(error)
+    return cast(Value, value)
 
 
 def on_first(action: Callable[[], Any]) -> None:
@@ -117,13 +159,7 @@ def on_first(action: Callable[[], Any]) -> None:
     Raises:
       UserError, RuntimeError: as `fail_together`.
     """
-    error = None
-    try:
-        if is_first():
-            action()
-    except Exception as caught:
-        error = caught
-    fail_together(error)
+    everywhere(lambda: action() if is_first() else None)
 
 
 def require_agreement(what: str, value: Any) -> None:

@@ -32,6 +32,7 @@ def plan_run(config: Config) -> dict[str, Any]:
     else:
         setup, _, multipliers = initial_policy(config)
     try:
+        setup.require_launch()
         fraction = config.rollout.residual_compensation.fraction
         _require_rows(setup, calibrates=not multipliers or 0 < fraction < 1)
         return {"config": config.model_dump(mode="json"), "memory": memory_plan(setup)}

@@ -90,8 +90,9 @@ class OpenRun:
         Args:
           after: step of the checkpoint that a resumed run goes on from; what came later is removed. None starts a new run.
         """
-        if not is_first():
-            return
+        on_first(lambda: self._open(after))
+
+    def _open(self, after: int | None) -> None:
         if after is not None:
             self.checkpoints.remove_unfinished()
             remove_later(self.directory, after)
@@ -102,16 +103,22 @@ class OpenRun:
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
         """Writes the row of a step and reports it; the run has begun."""
-        if is_first():
+
+        def write() -> None:
             assert self._log is not None
             self._log.write(step, metrics)
             self._report(step, metrics)
 
+        on_first(write)
+
     def write_rollouts(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
         """Writes the answers of a step."""
-        if is_first():
+
+        def write() -> None:
             (self.directory / "rollouts").mkdir(exist_ok=True)
             write_jsonl(self.directory / "rollouts" / f"step_{step:06d}.jsonl", rows)
+
+        on_first(write)
 
 
 @contextmanager

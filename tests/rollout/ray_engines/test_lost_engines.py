@@ -72,6 +72,58 @@ def test_an_engine_that_dies_between_two_calls(engine: Any):
     sync(engine, PLAN, 0, 8, "float32")
 
 
+def test_an_engine_that_cannot_be_reached_for_a_while(engine: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Ray says then what it says of a dead one, but its process lives, with its requests: it must not answer beside its successor.
+
+    Without the replacement the engine refuses the requests that come again, as pending already.
+    """
+    from ray.exceptions import ActorUnavailableError  # pyright: ignore[reportMissingImports]
+
+    from trace_jax.rollout.ray_engines import member
+
+    undisturbed = generate(engine, many())
+    before, lost = [process_of(engine, number) for number in (0, 1)], engine._members[1]
+    engine.submit(many())
+    engine.poll(0.0)
+    assert lost.call is not None and len(lost.fresh) < len(lost.pending)
+    get, unreachable = member.ray.get, lost.call
+
+    def get_or_not(reference: Any, **options: Any) -> Any:
+        if reference is unreachable:
+            raise ActorUnavailableError("The actor is temporarily unavailable", None)
+        return get(reference, **options)
+
+    monkeypatch.setattr(member.ray, "get", get_or_not)
+    answers = collect(engine, 48)
+    monkeypatch.undo()
+    assert sorted(answers.sample_id.tolist()) == [request.sample_id for request in many()]
+    tiny.assert_same_answers(answers.select(answers.sample_id.argsort()), undisturbed, tolerance=1e-4)
+    assert engine.poll(0.5).num_sequences == 0 and engine.health().pending == 0
+    said = capfd.readouterr().err
+    assert "unavailable" in said and "it is there again, with requests that count as lost" in said
+    assert process_of(engine, 0) == before[0] and process_of(engine, 1) != before[1]
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs(start_pool: StartPool, capfd: pytest.CaptureFixture[str]):
+    """In its work, and before an update: killed and replaced after the time; one loss costs one of the new starts."""
+    pool = start_pool("rollout.ray.silence_timeout_s=15", "rollout.ray.max_restarts=1")
+    sync(pool, PLAN, 0, 0, "float32")
+    undisturbed = generate(pool, many())
+    pool.submit(many())
+    first = collect(pool, 1)
+    os.kill(process_of(pool, 0), signal.SIGSTOP)
+    both = Trajectories.concat([first, collect(pool, 48 - first.num_sequences)])
+    assert "rollout engine 0 was lost: no answer within" in capfd.readouterr().err
+    assert sorted(both.sample_id.tolist()) == [request.sample_id for request in many()]
+    tiny.assert_same_answers(both.select(both.sample_id.argsort()), undisturbed, tolerance=1e-4)
+    pool._limit = 15.0  # of an update, as of a start
+    os.kill(process_of(pool, 1), signal.SIGSTOP)
+    sync(pool, PLAN, 1, 1, "float32")
+    assert "rollout engine 1 was lost: no answer within 15 s" in capfd.readouterr().err
+    assert set(generate(pool, tiny.requests()).weight_version) == {1}
+
+
 @pytest.mark.slow
 def test_an_engine_that_dies_before_an_abort_or_a_pause(engine: Any):
     undisturbed = generate(engine, tiny.requests())

@@ -102,8 +102,14 @@ def test_generates_with_the_trainer_s_numerics(tmp_path: Path):
 
     np.testing.assert_allclose(np.load(tmp_path / "linear_out.npy"), product, rtol=1e-5, atol=1e-4)
     found = json.loads((tmp_path / "answers.json").read_text())
-    wanted = ("gate and up have different weight_scale_2", "w2_input_scale is missing", "w2_weight_scale_2 is missing", "activation 'gelu'")
-    assert len(found["refusals"]) == 4 and all(text in line for text, line in zip(wanted, found["refusals"], strict=True))
+    wanted = (
+        "gate and up have different weight_scale_2",
+        "w2_input_scale is missing",
+        "w2_weight_scale_2 is missing",
+        "activation 'gelu'",
+        "24 hidden values",
+    )
+    assert len(found["refusals"]) == len(wanted) and all(text in line for text, line in zip(wanted, found["refusals"], strict=True))
     batch = tiny_policy.batch_of(trajectories(prompts, found["answers"]))
     plans = {
         "W4A4": trainer_plan(PLAN, "rtn", "rtn", "rtn", "none"),

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError  # pyright: ignore[reportMissingImports]
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError  # pyright: ignore[reportMissingImports]
 
 from trace_jax.rollout.engine import Request
-from trace_jax.rollout.ray_engines.actor import OtherLife
+from trace_jax.rollout.ray_engines.actor import Equipped, OtherLife
 from trace_jax.rollout.ray_engines.balance import tokens_of
 
 
@@ -35,6 +35,7 @@ class Member:
       fresh: those of them that the engine has not been given.
       call: what runs, `work` or `equip`; None if nothing does.
       since: when that call was made, in seconds of the monotonic clock.
+      lost: lives that count as lost, whose requests are fresh again.
     """
 
     number: int
@@ -44,6 +45,7 @@ class Member:
     fresh: list[Request] = field(default_factory=list)
     call: Any = None
     since: float = 0.0
+    lost: set[str] = field(default_factory=set)
 
     @property
     def load(self) -> int:
@@ -62,6 +64,8 @@ class Member:
 
     def forget(self) -> None:
         """The engine has been lost: its successor has nothing of what is pending."""
+        if self.life is not None:
+            self.lost.add(self.life)
         self.life, self.call = None, None
         self.fresh = list(self.pending.values())
 
@@ -71,7 +75,7 @@ class Member:
         self.pending = {sample: request for sample, request in self.pending.items() if sample not in samples}
         self.fresh = [request for request in self.fresh if request.sample_id not in samples]
 
-    def answer(self, call: Any, timeout_s: float | None = None) -> Any:
+    def answer(self, call: Any, timeout_s: float) -> Any:
         """What a call returned; waits for it.
 
         Raises:
@@ -79,23 +83,26 @@ class Member:
           Exception: what the engine raised.
         """
         try:
-            return ray.get(call, timeout=timeout_s)
+            result = ray.get(call, timeout=timeout_s)
         except GetTimeoutError:
-            raise Lost(f"no answer within {timeout_s:g} s", for_good=True) from None
+            if self.life is not None:
+                self._replace()  # it hangs; if it ever went on, its answers would come beside those of the next one
+            raise Lost(f"no answer within {timeout_s:g} s", for_good=self.life is None) from None
         except RayTaskError as error:
             if isinstance(error.cause, OtherLife):
                 raise Lost("it was started again") from None
             raise error.cause from error
-        except ActorUnavailableError as error:
-            # It cannot be reached, but may live and still hold its requests, which a new one gets: the old one must not answer too.
-            ray.kill(self.actor, no_restart=False)
-            raise Lost(_reason(error)) from None
-        except RayActorError as error:
-            raise Lost(_reason(error), for_good=isinstance(error, ActorDiedError)) from None
         except RayError as error:
-            # The answer is lost, the engine is not, and it does not have what it answered any more: a new one makes it again.
-            ray.kill(self.actor, no_restart=False)
-            raise Lost(_reason(error)) from None
+            # Its process may live: it could not be reached for a while, or its answer was lost on the way. Then its life comes back.
+            raise Lost(_reason(error), for_good=isinstance(error, ActorDiedError)) from None
+        if isinstance(result, Equipped) and result.life in self.lost:
+            self._replace()
+            raise Lost("it is there again, with requests that count as lost")
+        return result
+
+    def _replace(self) -> None:
+        """Ray ends the actor's process and starts another one, up to `max_restarts` times."""
+        ray.kill(self.actor, no_restart=False)
 
 
 def _reason(error: RayError) -> str:

@@ -4,7 +4,7 @@
    not wait for it with a timeout of 0; answers come back through Ray's object store, and their arrays are views of it.
 2. Weights are put into the object store once, and every engine reads them there. All of them acknowledge the same bytes, or the update
    has failed.
-3. Ray replaces a lost engine. The new one gets the weights, and then all that was pending at the lost one: what had been received counts,
+3. Ray replaces a lost engine, and one that says nothing for `silence_timeout_s`. The new one gets the weights, and then all that was pending at the lost one: what had been received counts,
    so no sample is lost and none comes twice. An engine that Ray gives up ends the pool; `health` says why.
 
 Held: the newest weights, in the object store. Not guaranteed: bit-equal log-probabilities after a replacement or with another number of
@@ -83,7 +83,7 @@ class RayEngines:
     def __init__(self, setup: EngineSetup, members: Sequence[Member]):
         self.resources = ExitStack()
         self._setup = setup
-        self._limit = setup.config.rollout.ray.start_timeout_s
+        self._limit, self._silence = setup.config.rollout.ray.start_timeout_s, setup.config.rollout.ray.silence_timeout_s
         self._members = list(members)
         self._capabilities: Capabilities | None = None
         self._weights: StoredWeights | None = None
@@ -112,7 +112,7 @@ class RayEngines:
             )
         for member, call in zip(self._members, calls, strict=True):
             try:
-                self._equipped(member, member.answer(call))
+                self._equipped(member, member.answer(call, limit))
             except Lost as error:
                 raise UserError(f"rollout engine {member.number} did not start: {error}; see the logs of the Ray session") from None
 
@@ -250,9 +250,10 @@ class RayEngines:
         if member.call is None:
             return
         call, equips = member.call, member.life is None
+        left = member.since + (self._limit if equips else self._silence) - time.monotonic()
         member.call = None
         try:
-            result = member.answer(call, self._limit if equips else None)
+            result = member.answer(call, max(0.0, left))
         except Lost as error:
             self._lost(member, error, final=equips and error.for_good)
         except UserError as error:
@@ -275,7 +276,7 @@ class RayEngines:
         for member, life, reference in asked:
             self._settle(member)  # comes before the answer, since an actor's calls run in their order
             try:
-                self._take(member, member.answer(reference))
+                self._take(member, member.answer(reference, self._silence))
             except Lost as error:
                 if member.life == life:
                     self._lost(member, error)
@@ -347,9 +348,14 @@ class RayEngines:
             self._finished.append(without_answers(requests, self.health().version))
 
     def _require_timely(self) -> None:
-        """Fails where Ray finds no place for a lost engine."""
+        """Replaces an engine that hangs, and fails where Ray finds no place for a lost one."""
         for member in self._members:
-            if member.call is not None and member.life is None and time.monotonic() - member.since > self._limit:
+            late = time.monotonic() - member.since
+            if member.call is None or late <= (self._limit if member.life is None else self._silence):
+                continue
+            if member.life is not None:
+                self._settle(member)
+            else:
                 self._failure = f"rollout engine {member.number} did not come back within rollout.ray.start_timeout_s={self._limit:g}"
 
     def _require_alive(self) -> None:
