@@ -58,7 +58,7 @@ def test_collect_and_render(here):
     lines = block("training")
     assert "steps 61 to 110" in lines[0]  # the last steps that all runs have
     assert lines[3].startswith("| trace | 1 | 0.026 | 0.085 |") and lines[3].endswith("| 1.0e-03 | 2.0e-03 |")
-    assert lines[4].startswith("| qat | 0 | 0.526 | 0.58") and lines[4].endswith("| 1.0e-03 | - |")
+    assert lines[4].startswith("| qat | 0 | 0.525 | 0.585 |") and lines[4].endswith("| 1.0e-03 | - |")
     assert block("layers") == ["Not measured yet."]
     assert (here / "docs" / "images" / "study-training.png").read_bytes().startswith(b"\x89PNG")
     before = PAGE.read_text()
