@@ -106,18 +106,20 @@ def test_every_worker_takes_its_part_of_an_update(divided: VllmEngine, answers: 
 
 
 @pytest.mark.parametrize("victim", ["the process that the trainer knows", "one of vLLM's"])
-def test_all_workers_end_together(divided: VllmEngine, answers: Trajectories, victim: str):
+def test_all_workers_end_together(divided: VllmEngine, answers: Trajectories, victim: str, capfd: pytest.CaptureFixture[str]):
     """After kill -9 of any of them another pair takes over, every request is answered, and nobody of the first pair is left."""
     first = descendants(divided)
     own = divided._worker._link.pid  # pyright: ignore[reportAttributeAccessIssue]
     vllm_s = [pid for pid in first if "VLLM::Worker" in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(vllm_s) == 2
-    many = [replace(request, sample_id=100 + i, max_new_tokens=60) for i, request in enumerate(REQUESTS)]
+    many = [replace(request, sample_id=100 + i, max_new_tokens=40) for i, request in enumerate(REQUESTS)]
     divided.submit(many)
-    divided.poll(0.2)
+    divided.poll(0.05)
     os.kill(vllm_s[1] if victim == "one of vLLM's" else own, signal.SIGKILL)
     assert sorted(collect(divided, len(many)).sample_id.tolist()) == [request.sample_id for request in many]
     tiny.assert_same_answers(generate(divided, REQUESTS), answers, tolerance=1e-4)
+    reason = "one of vLLM's tensor-parallel processes has ended" if victim == "one of vLLM's" else "killed by SIGKILL"
+    assert reason in capfd.readouterr().err
     assert divided._worker._link.pid != own  # pyright: ignore[reportAttributeAccessIssue]
     deadline = time.monotonic() + 30
     while left := [pid for pid in first if Path(f"/proc/{pid}/stat").exists() and state(pid) != "Z"]:
