@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Integer, UInt8
 from numpy.typing import DTypeLike
 
 from pallas_kernels.containers import Guide, Quantized
-from pallas_kernels.formats import E2M1_MIDPOINTS, E2M1_VALUES, E4M3_NAN, E8M0_NAN, RECIPROCAL_SIX, BlockFormat
+from pallas_kernels.formats import E2M1_MIDPOINTS, E2M1_VALUES, E4M3_NAN, E8M0_NAN, NVFP4, RECIPROCAL_SIX, BlockFormat
 from pallas_kernels.swiglu_fake_quant.rule import LINE, LOG2_E, LOWEST, NEWTON, POWER_OF_TWO
 
 Multiplier: TypeAlias = Float[np.ndarray | np.floating | float, "*#rows"]
@@ -45,6 +45,35 @@ def quantize(x: Float[np.ndarray, "*rows d"], fmt: BlockFormat, multiplier: Mult
     multiplier = None if multiplier is None else np.asarray(multiplier, np.float32)
     packed = pack_codes(_joined(codes, size))
     return Quantized(codes=packed, scales=scales, multiplier=multiplier, size=size, fmt=fmt)
+
+
+def quantize_four_over_six(x: Float[np.ndarray, "*rows d"], multiplier: Multiplier) -> Quantized:
+    """NVFP4 codes and scales, each block under the scale that makes 6 or 4 of its largest magnitude, whichever errs less."""
+    fmt, blocks = NVFP4, _blocks(x, NVFP4)
+    n = _exponent(multiplier, x.shape[:-1])
+    found = []
+    for stretched in (blocks, 1.5 * blocks):
+        scales = _scale_bytes(stretched, n, fmt)
+        index = _nearest_codes(blocks, scales, n, fmt)
+        a, step = _normalized(np.abs(blocks), scales, n, fmt)
+        with np.errstate(invalid="ignore"):
+            squares = _sixteen_bits(np.square((_VALUES[index] * step - a).astype(np.float32)))
+            while squares.shape[-1] > 1:
+                squares = squares[..., : squares.shape[-1] // 2] + squares[..., squares.shape[-1] // 2 :]
+        found.append((index, scales, squares))
+    (six, six_scales, six_error), (four, four_scales, four_error) = found
+    better = four_error < six_error
+    codes = np.where(better, four, six)
+    codes = np.where(np.signbit(blocks) & (codes > 0), codes + 8, codes)
+    scales = np.where(better[..., 0], four_scales, six_scales)
+    multiplier = np.asarray(multiplier, np.float32)
+    return Quantized(codes=pack_codes(_joined(codes, x.shape[-1])), scales=scales, multiplier=multiplier, size=x.shape[-1], fmt=fmt)
+
+
+def _sixteen_bits(x: Float[np.ndarray, "*s"]) -> Float[np.ndarray, "*s"]:
+    """Float32 rounded to a significand of 16 bits, ties to even."""
+    bits = x.view(np.uint32)
+    return ((bits + 0x7F + ((bits >> 8) & 1)) & 0xFFFFFF00).astype(np.uint32).view(np.float32)
 
 
 def dequantize(q: Quantized, dtype: DTypeLike = ml_dtypes.bfloat16) -> Float[np.ndarray, "*rows d"]:

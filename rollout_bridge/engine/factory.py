@@ -18,6 +18,7 @@ import numpy as np
 from rollout_bridge.engine.blank_checkpoint import write_blank_checkpoint
 from rollout_bridge.engine.engine import EngineLimits, VllmEngine
 from rollout_bridge.engine.in_process import InProcessLink
+from rollout_bridge.engine.parallel import require_divisible
 from rollout_bridge.engine.process import ProcessLink, WorkerCommand, vllm_command
 from rollout_bridge.engine.records import CapturedRecords, capture_layout
 from rollout_bridge.engine.worker_folder import write_worker_folder
@@ -54,6 +55,7 @@ def make(setup: EngineSetup) -> VllmEngine:
     """
     section = setup.config.rollout.vllm
     settings = export_settings(setup.rollout_plan)
+    require_divisible(setup)
     arguments = engine_arguments(setup)
     with ExitStack() as resources:
         folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="trace-jax-vllm-")))
@@ -130,8 +132,11 @@ def engine_arguments(setup: EngineSetup) -> dict[str, Any]:
         "max_model_len": setup.policy.config.max_position,
         "gpu_memory_utilization": section.gpu_memory_utilization,
         "additional_config": {"trace_jax": plugin},
+        "tensor_parallel_size": section.tensor_parallel,
         **section.engine_args,
     }
+    if section.tensor_parallel > 1:
+        arguments["distributed_executor_backend"] = "mp"
     if rollout.max_batch is not None:
         arguments["max_num_seqs"] = rollout.max_batch
     arguments.setdefault("max_num_batched_tokens", max(STEP_TOKENS, arguments["max_model_len"], arguments.get("max_num_seqs", 0)))
@@ -145,13 +150,14 @@ def captured_records(setup: EngineSetup, step_tokens: int, resources: ExitStack)
 
     Args:
       step_tokens: most tokens of a forward pass, whose records are one record of the ring.
-      resources: gets the ring.
+      resources: gets the rings.
     """
     spec, audit = setup.capture(), setup.config.guidance.audit.every > 0
     layout = capture_layout(setup.policy.config, setup.rollout_plan, spec, audit)
-    ring = resources.enter_context(Ring.create(slots=CAPTURE_SLOTS, slot_bytes=layout.record_bytes(step_tokens)))
-    records = CapturedRecords(ring.path, setup.policy.config, setup.rollout_plan, spec, audit)
-    return records, {"ring": str(ring.path), "plan": layout.plan()}
+    workers, size = setup.config.rollout.vllm.tensor_parallel, layout.record_bytes(step_tokens)
+    rings = [resources.enter_context(Ring.create(slots=CAPTURE_SLOTS, slot_bytes=size)).path for _ in range(workers)]
+    records = CapturedRecords(rings, setup.policy.config, setup.rollout_plan, spec, audit)
+    return records, {"rings": [str(ring) for ring in rings], "plan": layout.plan()}
 
 
 def slot_bytes(setup: EngineSetup) -> int:

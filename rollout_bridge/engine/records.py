@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -78,10 +78,10 @@ class NoRecords:
 
 
 class CapturedRecords:
-    """Implements `Records` with the rows of a ring.
+    """Implements `Records` with the rows of rings.
 
     Args:
-      ring: its path; closed with its owner.
+      rings: their paths, one for each tensor-parallel worker; closed with their owner.
       config: of the policy.
       plan: what the rollout rounds.
       capture: kind, sites and layers of the guidance record.
@@ -90,9 +90,9 @@ class CapturedRecords:
 
     routes = True
 
-    def __init__(self, ring: Path, config: ModelConfig, plan: QuantPlan, capture: CaptureSpec, audit: bool):
+    def __init__(self, rings: Sequence[Path], config: ModelConfig, plan: QuantPlan, capture: CaptureSpec, audit: bool):
         self.kinds: tuple[str, ...] = KINDS if capture_layout(config, plan, capture, audit).sites else ()
-        self._reader = RingReader(ring)
+        self._readers = [RingReader(ring) for ring in rings]
         self._shape = config, plan, capture, audit
         self._assembler: Assembler | None = None
         self._multipliers: dict[str, np.ndarray] = {}
@@ -117,17 +117,10 @@ class CapturedRecords:
         self._assembled_by().expect(request.sample_id, request.attempt)
 
     def take(self) -> None:
-        """Empties the ring."""
-        while self._assembler is not None:
-            try:
-                with self._reader.receive(0.0) as received:
-                    if received is None:
-                        return
-                    self._assembler.take(received.arrays)
-            except CorruptSlot:
-                continue  # its rows are missing, which is counted
-            except WireError:
-                return  # the worker has ended, and all it sent has been taken
+        """Empties the rings."""
+        if self._assembler is not None:
+            for reader in self._readers:
+                _empty(reader, self._assembler)
 
     def attach(self, request: Request, answer: Trajectories) -> Trajectories:
         """The answer with routes, guidance record and audit."""
@@ -150,3 +143,16 @@ def capture_layout(config: ModelConfig, plan: QuantPlan, capture: CaptureSpec, a
     """The layout before multipliers are known: for the worker's plan, and the size of its records."""
     ones = {site: np.ones(config.num_layers, np.float32) for site in static_sites(plan)}
     return Layout.of(config, plan, capture, ones, audit=audit)
+
+
+def _empty(reader: RingReader, assembler: Assembler) -> None:
+    while True:
+        try:
+            with reader.receive(0.0) as received:
+                if received is None:
+                    return
+                assembler.take(received.arrays)
+        except CorruptSlot:
+            continue  # its rows are missing, which is counted
+        except WireError:
+            return  # the worker has ended, and all it sent has been taken

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from rollout_bridge.vllm_plugin.workers import agreed
+
 PLAIN_CACHES = ("auto", "bfloat16", "float16")
 WEIGHT_ONLY_BACKENDS = ("MARLIN", "HUMMING", "W4A16")
 """Parts of the names of vLLM's kernels that do not round activations, whatever the checkpoint says."""
@@ -17,7 +19,7 @@ def capabilities(llm: Any) -> dict[str, Any]:
       weights, activations, k, v, query: `bf16` (the compute dtype, whatever it is), `fp8`, `nvfp4` or vLLM's own word; of weights and
       activations those of the routed experts. compute_dtype, quantized_layers (numbers), residual_fraction, and backend, in words.
     """
-    return llm.apply_model(executed)[0]
+    return agreed(llm.apply_model(executed), "what they execute")
 
 
 def executed(model: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The layers between the quantized products, in the trainer's order of rounding. For CPU, where the engine is the trainer's counterpart.
+"""The layers between the quantized products, in the trainer's order of rounding, wherever the products are emulated.
 
 In float32 they compute what vLLM's own do. In BF16 vLLM's round at other places, and every last bit is a chance of another FP4 code:
 
@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 from vllm.model_executor.custom_op import CustomOp, PluggableLayer
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -35,6 +36,8 @@ class ReferenceRMSNorm(RMSNorm):
         normed = (wide * inverse * self.weight.to(torch.float32)).to(x.dtype)
         return normed if residual is None else (normed, total)
 
+    forward_cuda = forward_native
+
 
 @CustomOp.register_oot(name="RotaryEmbedding")
 class ReferenceRotaryEmbedding(RotaryEmbedding):
@@ -50,7 +53,7 @@ class ReferenceRotaryEmbedding(RotaryEmbedding):
     def _match_cos_sin_cache_dtype(self, query: Tensor) -> Tensor:
         return self.cos_sin_cache
 
-    def forward_cpu(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The rotated query and key, [tokens, heads * head_size]."""
         cos, sin = self.cos_sin_cache.index_select(0, positions.flatten())[:, None, :].chunk(2, dim=-1)
 
@@ -67,6 +70,8 @@ class ReferenceRotaryEmbedding(RotaryEmbedding):
 
         return rotated(query), None if key is None else rotated(key)
 
+    forward_cpu = forward_cuda = forward_native
+
 
 @PluggableLayer.register_oot(name="GateLinear")
 class ReferenceGateLinear(GateLinear):
@@ -76,10 +81,14 @@ class ReferenceGateLinear(GateLinear):
 
     def forward(self, x: Tensor):
         """Logits [tokens, experts], float32."""
-        if not self.is_unquantized:
-            return super().forward(x)
-        bias = None if self.bias is None else self.bias.to(torch.float32)
-        return self._return(linear(x.to(torch.float32), self.weight.to(torch.float32), bias))
+        return router_logits(self, x) if isinstance(self.quant_method, UnquantizedLinearMethod) else super().forward(x)
+
+
+def router_logits(layer: torch.nn.Module, x: Tensor):
+    """The output of an unquantized linear layer in float32, in the form in which its caller wants it."""
+    bias = None if layer.bias is None else layer.bias.to(torch.float32)
+    logits = linear(x.to(torch.float32), layer.weight.to(torch.float32), bias)
+    return (logits, None) if layer.return_bias else logits
 
 
 @PluggableLayer.register_oot(name="LogitsProcessor")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trace_jax.benchmark.table import markdown_table, render
+from trace_jax.benchmark.table import benchmark_table, render
 from trace_jax.errors import UserError
 
 EMPTY = dict.fromkeys("op implementation shape time_us bytes flops limit_share peer ratio target met".split())
@@ -14,12 +14,12 @@ PRODUCT = MEMORY_BOUND | {"op": "b", "flops": 4 * 10**9, "limit_share": 0.256, "
 
 
 def test_units_and_empty_columns():
-    assert markdown_table([MEMORY_BOUND]) == (
+    assert benchmark_table([MEMORY_BOUND]) == (
         "| op | implementation | shape | time, us | MB | rate |\n"
         "| --- | --- | --- | ---: | ---: | ---: |\n"
         "| a | pallas | 8x4 | 2,000 | 3.00 | 1.5 GB/s |\n"
     )
-    lines = markdown_table([PRODUCT, EMPTY | {"op": "c", "implementation": "", "shape": ""}]).splitlines()
+    lines = benchmark_table([PRODUCT, EMPTY | {"op": "c", "implementation": "", "shape": ""}]).splitlines()
     assert lines[2] == "| b | pallas | 8x4 | 2,000 | 3.00 | 2.0 TFLOP/s | 26% | p | 0.50 | <= 1 | yes |"
     assert lines[3].count("|") == lines[2].count("|")
 

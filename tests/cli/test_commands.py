@@ -109,6 +109,31 @@ def test_mismatch_orders_the_methods_by_what_they_know(folder: Path, capsys: pyt
     assert "is too uncertain to show a loss" in report["precisions"]["nvfp4"]["answer"]
 
 
+VARIANTS = """
+unrounded: {method: naive}
+own: {method: qat}
+last: {method: trace, guidance: {layers: "last:1"}}
+all: {method: trace_full}
+wide_cache: {method: trace_full, train_quant: {kv_cache: none}, rollout: {kv_cache: {k: bf16, v: bf16}}}
+half: {method: quads}
+"""
+
+
+@pytest.mark.slow
+def test_mismatch_measures_the_variants_of_a_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "variants.yaml").write_text(VARIANTS)
+    report = run_json(capsys, "mismatch", folder / "run", "--variants", tmp_path / "variants.yaml", "--max-prompts", "8")
+    found = report["variants"]
+    gap = {name: entry["metrics"]["train_rollout_logprob_abs_diff"] for name, entry in found.items()}
+    assert gap["all"] < 1e-4 < gap["unrounded"] and gap["all"] <= gap["last"] <= gap["own"] < gap["unrounded"] / 10
+    # What has the same rollout was measured on the same answers; what has not names its own.
+    assert [found[name]["reward_mean"] for name in ("own", "last", "all")] == [found["unrounded"]["reward_mean"]] * 3
+    assert found["all"]["rollout"] == "nvfp4" and "k bf16" in found["wide_cache"]["rollout"]
+    assert set(found["all"]["sites"]) == {"expert_input", "k", "v"} and set(found["wide_cache"]["sites"]) == {"expert_input"}
+    assert found["last"]["sites"]["k"]["1"]["code_agreement"] == found["all"]["sites"]["k"]["1"]["code_agreement"] == 1.0
+    assert found["half"]["metrics"]["train_rollout_logprob_abs_diff"] > 0
+
+
 @pytest.mark.slow  # tests/evaluation/test_saved_cache.py has the functions behind it
 def test_rollout_saves_a_cache_that_mismatch_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, cache = folder / "answers.jsonl", folder / "cache"
@@ -195,6 +220,8 @@ def test_dry_run_refuses_before_it_prints(folder: Path, capsys: pytest.CaptureFi
         (["mismatch", "{run}", "--engine", "other"], "rollout.engine is 'other'"),
         (["mismatch", "{run}", "--cache", "{run}/none"], "no such folder"),
         (["mismatch", "{run}", "--cache", "{run}", "--split", "test"], "--cache brings its own answers"),
+        (["mismatch", "{run}", "--variants", "{run}/config.yaml", "--methods", "qat"], "--variants says itself how to round"),
+        (["mismatch", "{run}", "--variants", "{run}/none.yaml"], "none.yaml: cannot be read"),
         (["mismatch", "{run}", "--precisions", "fp8", "--methods", "trace"], "none of them makes sense at precision fp8"),
         (["rollout", "{run}", "--out", "{run}/config.yaml/none.jsonl"], "config.yaml is not a folder that you may write to"),
         (["rollout", "{run}", "--out", "{run}/none", "--save-cache", "{run}/config.yaml"], "config.yaml is not an empty folder"),

@@ -201,5 +201,9 @@ def test_codes_of_older_weights_are_compared_by_age(audited):
         valid, new = record.valid, of_age.version == 4
         weights = np.sum(valid & new) / np.sum(valid)
         assert shares[""] == pytest.approx(weights * shares["/gap_0"] + (1 - weights) * shares["/gap_2"], rel=1e-6)
+        equal, new_equal, old_equal = (
+            metrics[f"guidance/audit/code_agreement/expert_input/layer_1{age}"] for age in ("", "/gap_0", "/gap_2")
+        )
+        assert equal == pytest.approx(weights * new_equal + (1 - weights) * old_equal, rel=1e-6) and (equal < 0.99) == drifts
     same = audit_metrics(settings(4096), TrainState(moved, (), tiny.multipliers()), audited, int(record.version[0]))
     assert not [key for key in same if "gap_" in key]

@@ -115,7 +115,7 @@ def test_sync_11_derived_scales_follow_weights_times_four():
         np.testing.assert_array_equal(scaled["groups"][0]["experts"][name], plain["groups"][0]["experts"][name] * 4)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "nvfp4", "mxfp4", "nvfp4_4over6"])
 def test_the_engine_decodes_what_the_trainer_rounds(weights):
     """Experts equal the trainer's fake quantization bit for bit; everything else is the master in the compute dtype."""
     policy, plan = tiny.policy(), rollout_plan(weights, "bf16", "bf16", "bf16")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trace_jax.errors import UserError
+from trace_jax.markdown import markdown_table, replace_block
 
 _TEXTS = ("op", "implementation", "shape", "peer", "target", "met")
 
@@ -39,13 +39,11 @@ def cells(row: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+def benchmark_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a Markdown table, without the columns in which no row has anything."""
     shown = [cells(row) for row in rows]
     headings = [heading for heading in shown[0] if any(row[heading] for row in shown)]
-    lines = [headings, ["---" if heading in _TEXTS else "---:" for heading in headings]]
-    lines += [[row[heading] for heading in headings] for row in shown]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown_table(headings, [[row[heading] for heading in headings] for row in shown], _TEXTS)
 
 
 def render(text: str, name: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -58,10 +56,6 @@ def render(text: str, name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """
     if not rows:
         raise UserError(f"the benchmark {name} has no rows; write it anew with trace-jax bench --out {name}")
-    pattern = re.compile(rf"(<!-- benchmark {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise UserError(f"the document has no place for the benchmark {name}; add the lines `<!-- benchmark {name} -->` and `<!-- end -->`")
     first = rows[0]
     where = f"{first['date']}, {first['device']}, {', '.join(f'{package} {version}' for package, version in first['versions'].items())}"
-    # A function, so that a backslash in a cell is no group reference.
-    return pattern.sub(lambda match: f"{match[1]}{where}\n\n{markdown_table(rows)}{match[2]}", text)
+    return replace_block(text, f"benchmark {name}", f"{where}\n\n{benchmark_table(rows)}")

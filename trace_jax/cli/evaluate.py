@@ -15,7 +15,8 @@ def evaluate(
     overrides: Overrides = None,
     task: Task = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", help="bf16, fp8, nvfp4 or mxfp4 for weights, activations and KV; the run's own by default.")
+        str | None,
+        typer.Option("--precision", help="bf16, fp8, nvfp4, mxfp4 or nvfp4_4over6 for weights, inputs and KV; the run's own by default."),
     ] = None,
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="Answers per prompt; eval.samples by default.")] = None,
     split: Split = None,

@@ -9,6 +9,7 @@ import typer
 
 from trace_jax.cli.arguments import Json, MaxPrompts, Overrides, Policy, Seed, Split, Task
 from trace_jax.cli.common import run_and_show, split_names
+from trace_jax.errors import UserError
 
 
 def mismatch(
@@ -27,6 +28,10 @@ def mismatch(
     cache: Annotated[
         Path | None, typer.Option("--cache", help="Folder of a saved guidance cache to compare with, instead of generating.")
     ] = None,
+    variants: Annotated[
+        Path | None,
+        typer.Option("--variants", help="YAML file of variants, NAME: {config keys}, to measure instead of methods and precisions."),
+    ] = None,
     task: Task = None,
     split: Split = None,
     max_prompts: MaxPrompts = None,
@@ -34,6 +39,27 @@ def mismatch(
     json: Json = False,
 ) -> None:
     """Is this model safe in FP4? Its pass rate against bf16, and the gap of trainer and rollout: as a whole, by token, by layer."""
+    if variants is not None:
+        from trace_jax.evaluation.mismatch_variants import measure_variants, print_variants
+
+        if methods or precisions or engine or cache:
+            raise UserError("--variants says itself how to round; leave out --methods, --precisions, --engine and --cache")
+        run_and_show(
+            lambda display: measure_variants(
+                policy,
+                variants,
+                overrides or [],
+                task=task,
+                split=split,
+                max_prompts=max_prompts,
+                seed=seed,
+                announce=display.announce,
+            ),
+            print_variants,
+            json=json,
+        )
+        return
+
     from trace_jax.evaluation.mismatch import measure_mismatch
     from trace_jax.evaluation.mismatch_tables import print_mismatch
 

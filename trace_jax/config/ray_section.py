@@ -15,7 +15,7 @@ class RaySection(Section):
     Args:
       address: of a running cluster (`auto` or HOST:PORT); null starts one on this machine, which ends with the run.
       num_cpus: CPUs that an engine reserves.
-      num_gpus: GPUs that an engine reserves and sees; null is as many as vLLM's `tensor_parallel_size`, or 1, where the cluster has any.
+      num_gpus: GPUs that an engine reserves and sees; null is as many as `rollout.vllm.tensor_parallel`, or 1, where the cluster has any.
       max_restarts: how often Ray starts an engine again in place of a lost one.
       start_timeout_s: what an engine may take to be placed, started and loaded.
       silence_timeout_s: after so long without an answer to a call, which is one wave or update, an engine counts as hung and is replaced.

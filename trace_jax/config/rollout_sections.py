@@ -10,7 +10,7 @@ from trace_jax.config.layer_spec import LayerSpec, parse_layers
 from trace_jax.config.ray_section import RaySection
 from trace_jax.config.section import Count, Positive, Section, distinct
 from trace_jax.config.vllm_section import VllmSection
-from trace_jax.quantization.plan import RECORDED_SITES, Format, RecordedSite
+from trace_jax.quantization.plan import RECORDED_SITES, Format, RecordedSite, WeightFormat
 
 
 class KvCacheSection(Section):
@@ -35,7 +35,8 @@ class RolloutSection(Section):
       engine: `jax` (embedded) or the name of an installed engine.
       launcher: `process` runs one engine from the trainer's process, `ray` runs `engines` of them on a Ray cluster.
       engines: how many; prompts are divided among them by length.
-      weights, activations, kv_cache: formats of the routed experts' weights and inputs and of the cache.
+      weights, activations, kv_cache: formats of the routed experts' weights and inputs and of the cache; `nvfp4_4over6`, for weights
+        alone, is NVFP4 with the better of two scales a block.
       scope: which linear layers are quantized.
       activation_scale: `static` (calibrated, constant for the run) or `per_token`.
       residual_compensation: second rounding of what the first one left over of the experts' inputs.
@@ -55,7 +56,7 @@ class RolloutSection(Section):
     engine: str = "jax"
     launcher: Literal["process", "ray"] = "process"
     engines: Positive = 1
-    weights: Format = "nvfp4"
+    weights: WeightFormat = "nvfp4"
     activations: Format = "nvfp4"
     kv_cache: KvCacheSection = KvCacheSection()
     scope: Literal["routed_experts"] = "routed_experts"

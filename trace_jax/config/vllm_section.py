@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trace_jax.config.section import Count, Rate, Section
+from trace_jax.config.section import Count, Positive, Rate, Section
 
 
 class VllmSection(Section):
@@ -16,7 +16,8 @@ class VllmSection(Section):
     Args:
       python: interpreter of an environment that has vLLM, and need not have jax; null is the trainer's own.
       mode: `process` starts a worker; `in_process` runs vLLM in the trainer's process, for debugging, in an environment that has both.
-      kv_cache_gib: memory of the KV cache; null is what `gpu_memory_utilization` leaves, and 1 on CPU.
+      tensor_parallel: workers between which heads and experts' columns are divided, on as many GPUs of one machine, or on CPU.
+      kv_cache_gib: memory of the KV cache of each worker; null is what `gpu_memory_utilization` leaves, and 1 on CPU.
       gpu_memory_utilization: share of the GPU's memory for vLLM; lower it where the trainer uses the same GPU.
       start_timeout_s: what a worker may take to import vLLM and load the model.
       silence_timeout_s: after so long without a word from a worker that has work, it is killed and replaced; one step of the engine, and
@@ -27,6 +28,7 @@ class VllmSection(Section):
 
     python: str | None = None
     mode: Literal["process", "in_process"] = "process"
+    tensor_parallel: Positive = 1
     kv_cache_gib: Rate | None = None
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     start_timeout_s: Rate = 600.0

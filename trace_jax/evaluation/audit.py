@@ -76,8 +76,8 @@ class SiteComparison:
 def audit_metrics(settings: UpdateSettings, state: TrainState, trajectories: Trajectories, version: int) -> dict[str, float]:
     """The figures of a batch's audited sequences under the names `guidance/audit/<figure>/<site>/layer_<id>`.
 
-    Records of older weights are also compared by their age, since drift of the weights moves values out of the bracket of the recorded
-    code: `guidance/audit/outside_bracket_fraction/<site>/layer_<id>/gap_<g>`, for every number of updates g where some have one.
+    Records of older weights are also compared by their age, since drift of the weights moves values away from the recorded
+    code: `guidance/audit/<figure>/<site>/layer_<id>/gap_<g>`, for every number of updates g where some have one.
 
     Args:
       version: of the trainer's weights.
@@ -98,7 +98,7 @@ def audit_metrics(settings: UpdateSettings, state: TrainState, trajectories: Tra
         part = replace(record, valid=record.valid & (version - record.version == gap))
         of_gap = audited.replace(audit=replace(audited.audit, record=part))
         for (site, layer), result in compare_sites(state.params, state.multipliers, of_gap, settings).items():
-            metrics[f"{PREFIX}/outside_bracket_fraction/{site}/layer_{layer}/gap_{gap}"] = result.figures()["outside_bracket_fraction"]
+            metrics |= {f"{PREFIX}/{figure}/{site}/layer_{layer}/gap_{gap}": value for figure, value in result.figures().items()}
     return metrics
 
 

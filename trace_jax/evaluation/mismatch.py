@@ -37,7 +37,6 @@ from trace_jax.evaluation.precisions import (
     require_precision,
 )
 from trace_jax.metrics.weighted import finalize
-from trace_jax.quantization.plan import BLOCK_FORMATS
 from trace_jax.rl.diagnostics import position_gap_stats
 from trace_jax.rollout.padding import pad_batch
 from trace_jax.rollout.trajectories import Trajectories
@@ -67,7 +66,7 @@ def method_report(opened: OpenPolicy, rollout: PrecisionRollout, config: Config)
     measured = measure(opened.params, opened.multipliers, trajectories, settings)
     metrics = {name: value for name, value in finalize(measured.stats).items() if name != "loss" and not name.startswith("policy/")}
     sites: dict[str, dict[str, dict[str, float]]] = {}
-    if rollout.precision in BLOCK_FORMATS:
+    if rollout.trajectories.audit is not None and rollout.trajectories.audit.record.sites:
         for (site, layer), result in compare_sites(opened.params, opened.multipliers, trajectories, settings).items():
             sites.setdefault(site, {})[str(layer)] = result.figures()
     return {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trace_jax.config import Config
 from trace_jax.errors import UserError
 from trace_jax.evaluation.answers import scored_answers
 from trace_jax.evaluation.cache_origin import WRITE_ONE, read_origin, require_same, rollout_identity
@@ -54,13 +55,28 @@ def roll_out(opened: OpenPolicy, precision: str, *, split: str, prompts: int, sa
     Raises:
       NotExecuted: the engine executes something else than the precision.
     """
-    setup = opened.setup(precision_config(opened.config, precision, "naive"))
+    config = precision_config(opened.config, precision, "naive")
+    return roll_out_config(opened, config, split=split, prompts=prompts, samples=samples, seed=seed, precision=precision)
+
+
+def roll_out_config(
+    opened: OpenPolicy, config: Config, *, split: str, prompts: int, samples: int, seed: int, precision: str | None = None
+) -> PrecisionRollout:
+    """Generates answers with a config's rollout, every sequence with its full record.
+
+    Args:
+      precision: what the engine must execute; None takes what it does.
+
+    Raises:
+      NotExecuted: the engine executes something else than the precision.
+    """
+    setup = opened.setup(config)
     rows = setup.task.rows(split)[:prompts]
     with closing(setup.engine()) as engine:
         sync_weights(engine, setup, opened.params, opened.multipliers, 0)
         told = engine.capabilities()
         executed = precision_name(told)
-        if executed != precision:
+        if precision not in (None, executed):
             raise NotExecuted(
                 f"{precision} cannot be measured: engine {setup.config.rollout.engine} executes {executed}; "
                 f"leave {precision} out of --precisions, or choose another rollout.engine"
@@ -78,7 +94,7 @@ def roll_out(opened: OpenPolicy, precision: str, *, split: str, prompts: int, sa
         )
     answered = scored.trajectories
     longest_prompt = int((answered.lengths() - answered.sampled_lengths()).max())
-    return _measured(precision, scored, longest_prompt + setup.sampling.max_new_tokens, told.residual_fraction)
+    return _measured(executed, scored, longest_prompt + setup.sampling.max_new_tokens, told.residual_fraction)
 
 
 def cached_rollout(opened: OpenPolicy, directory: Path) -> PrecisionRollout:

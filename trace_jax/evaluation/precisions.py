@@ -11,9 +11,14 @@ from trace_jax.errors import UserError
 from trace_jax.quantization.plan import BLOCK_FORMATS, RECORDED_SITES
 from trace_jax.rollout.engine import Capabilities
 
+
+def _tensors(weights: str, rest: str) -> dict[str, Any]:
+    return {"rollout": {"weights": weights, "activations": rest, "kv_cache": {"k": rest, "v": rest}}}
+
+
 PRECISIONS: dict[str, dict[str, Any]] = {
-    name: {"rollout": {"weights": name, "activations": name, "kv_cache": {"k": name, "v": name}}}
-    for name in ("bf16", "fp8", "nvfp4", "mxfp4")
+    **{name: _tensors(name, name) for name in ("bf16", "fp8", "nvfp4", "mxfp4")},
+    "nvfp4_4over6": _tensors("nvfp4_4over6", "nvfp4"),
 }
 """Precision -> the config keys that set every quantized tensor of the rollout to it."""
 
@@ -85,8 +90,10 @@ def precision_overrides(config: Config, precision: str) -> str:
 def precision_name(capabilities: Capabilities) -> str:
     """What an engine really executes: `nvfp4` where everything is in one format, otherwise each part with its own."""
     formats = {name: getattr(capabilities, name) for name in ("weights", "activations", "k", "v")}
-    if len(set(formats.values())) == 1:
-        return capabilities.weights
+    for name, keys in PRECISIONS.items():
+        wanted = keys["rollout"]
+        if formats == {"weights": wanted["weights"], "activations": wanted["activations"], **wanted["kv_cache"]}:
+            return name
     return ", ".join(f"{part} {name}" for part, name in formats.items())
 
 

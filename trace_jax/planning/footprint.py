@@ -10,15 +10,16 @@ from pallas_kernels import block_format
 from trace_jax.guidance.site_record import RecordKind, row_bytes
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import key_map
-from trace_jax.quantization.plan import BLOCK_FORMATS, RECORDED_SITES
+from trace_jax.quantization.plan import RECORDED_SITES, block_format_name
 
 PLAIN_BYTES = {"bf16": 2.0, "fp8": 1.0}
 
 
 def bytes_per_value(fmt: str) -> float:
     """Bytes of a value and its share of the block scale; the FP8 scale of 128 values or more is left out."""
-    if fmt in BLOCK_FORMATS:
-        return 0.5 + 1 / block_format(fmt).block
+    name = block_format_name(fmt)
+    if name is not None:
+        return 0.5 + 1 / block_format(name).block
     return PLAIN_BYTES[fmt]
 
 

@@ -12,11 +12,21 @@ from typing import Literal, get_args
 Format = Literal["bf16", "fp8", "nvfp4", "mxfp4"]
 """Number format of a tensor; `bf16` means it is not rounded beyond the compute dtype."""
 
+WeightFormat = Literal["bf16", "fp8", "nvfp4", "mxfp4", "nvfp4_4over6"]
+"""Format of the experts' weights; `nvfp4_4over6` is NVFP4 with the better of two scales a block (`pallas_kernels.four_over_six`)."""
+
 Rounding = Literal["none", "rtn", "guided"]
 """`none`: not rounded; `rtn`: to nearest under the path's own scale; `guided`: as the rollout's record says."""
 
 BLOCK_FORMATS = ("nvfp4", "mxfp4")
 """Formats with block scales and FP4 codes, the ones a record can hold."""
+
+
+def block_format_name(fmt: str) -> str | None:
+    """The FP4 format in which weights are stored; None for one without codes."""
+    name = "nvfp4" if fmt == "nvfp4_4over6" else fmt
+    return name if name in BLOCK_FORMATS else None
+
 
 SITES = ("expert_input", "down_input", "k", "v")
 """Activation sites: input of gate/up, input of the down projection, keys after RoPE, values."""
@@ -46,7 +56,7 @@ class QuantPlan:
       per_token: whether activation and KV multipliers are computed from each token; otherwise they are static.
     """
 
-    weights: Format = "bf16"
+    weights: WeightFormat = "bf16"
     expert_input: SitePlan = SitePlan()
     down_input: SitePlan = SitePlan()
     k: SitePlan = SitePlan()
@@ -67,7 +77,7 @@ UNQUANTIZED = QuantPlan()
 """Nothing is rounded."""
 
 
-def rollout_plan(weights: Format, activations: Format, k: Format, v: Format, per_token: bool = False) -> QuantPlan:
+def rollout_plan(weights: WeightFormat, activations: Format, k: Format, v: Format, per_token: bool = False) -> QuantPlan:
     """The plan of a rollout with these formats, every site rounded to nearest."""
     activation = SitePlan(activations)
     return QuantPlan(weights, activation, activation, SitePlan(k), SitePlan(v), per_token)

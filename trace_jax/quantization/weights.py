@@ -16,22 +16,24 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from pallas_kernels import Quantized, block_format, decode_multiplier, fake_quant, fake_quant_fp8, quantize, round_to_bf16
+from pallas_kernels.four_over_six import fake_quant_four_over_six, quantize_four_over_six, room
 from trace_jax.layers.experts import ExpertWeights
-from trace_jax.quantization.plan import Format
+from trace_jax.quantization.plan import WeightFormat, block_format_name
 from trace_jax.sharding.axes import per_shard
 from trace_jax.sharding.rules import EXPERT_COLUMNS, EXPERT_ROWS, constrain_params
 
 
-def expert_multipliers(weights: ExpertWeights) -> tuple[Float[Array, "*L E"], Float[Array, "*L E"]]:
+def expert_multipliers(weights: ExpertWeights, fmt: WeightFormat = "nvfp4") -> tuple[Float[Array, "*L E"], Float[Array, "*L E"]]:
     """Decode multipliers per expert: one shared by gate and up, one for down; finite and positive also for a dead expert."""
 
     def amax(w: Float[Array, "*L E out in"]) -> Float[Array, "*L E"]:
-        return jnp.max(jnp.abs(jax.lax.stop_gradient(w)), axis=(-2, -1))
+        largest = jnp.max(jnp.abs(jax.lax.stop_gradient(w)), axis=(-2, -1))
+        return room(largest) if fmt == "nvfp4_4over6" else largest
 
     return decode_multiplier(jnp.maximum(amax(weights.gate), amax(weights.up))), decode_multiplier(amax(weights.down))
 
 
-def fake_quant_experts(masters: ExpertWeights, fmt: Format) -> ExpertWeights:
+def fake_quant_experts(masters: ExpertWeights, fmt: WeightFormat) -> ExpertWeights:
     """Expert weights as the rollout engine decodes them, with straight-through gradients to the float32 masters.
 
     Args:
@@ -46,6 +48,8 @@ def fake_quant_experts(masters: ExpertWeights, fmt: Format) -> ExpertWeights:
     rounded = ExpertWeights(*(round_to_bf16(w) for w in masters))
     if fmt == "fp8":
         return ExpertWeights(*_per_shard(fake_quant_fp8, rounded))
+    if fmt == "nvfp4_4over6":
+        return ExpertWeights(*_per_shard(fake_quant_four_over_six, rounded, expert_multipliers(rounded, fmt)))
     block = block_format(fmt)
     if not block.has_multiplier:
         return ExpertWeights(*_per_shard(lambda w: fake_quant(w, block), rounded))
@@ -53,7 +57,7 @@ def fake_quant_experts(masters: ExpertWeights, fmt: Format) -> ExpertWeights:
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "dtype"))
-def with_rounded_experts(params: dict[str, Any], *, fmt: Format, dtype: str) -> dict[str, Any]:
+def with_rounded_experts(params: dict[str, Any], *, fmt: WeightFormat, dtype: str) -> dict[str, Any]:
     """Parameters whose experts are `fake_quant_experts` of the masters, in the compute dtype, which holds them exactly.
 
     A forward that takes them rounds no weight, so several micro-batches share one rounding; the gradient with respect to them is the
@@ -69,19 +73,23 @@ def with_rounded_experts(params: dict[str, Any], *, fmt: Format, dtype: str) -> 
     return constrain_params(params | {"groups": rounded(params["groups"])})
 
 
-def quantize_experts(masters: ExpertWeights, fmt: Format) -> dict[str, Quantized]:
+def quantize_experts(masters: ExpertWeights, fmt: WeightFormat) -> dict[str, Quantized]:
     """Codes, block scales and multipliers of the experts in a block format; keys `gate`, `up`, `down`.
 
     `dequantize` of the result equals `fake_quant_experts` bit for bit.
     """
     rounded = ExpertWeights(*(round_to_bf16(w) for w in masters))
-    block = block_format(fmt)
+    name = block_format_name(fmt)
+    assert name is not None  # the caller has a format with codes
+    block = block_format(name)
 
     def parts(w: Float[Array, "*E out in"], *rows: Float[Array, "*E out"]) -> tuple[Array, ...]:
+        if fmt == "nvfp4_4over6":
+            return *quantize_four_over_six(w, *rows), *rows
         quantized = quantize(w, block, *rows)
         return quantized.codes, quantized.scales, *rows
 
-    found = _per_shard(parts, rounded, expert_multipliers(rounded) if block.has_multiplier else None)
+    found = _per_shard(parts, rounded, expert_multipliers(rounded, fmt) if block.has_multiplier else None)
     return {
         name: Quantized(codes, scales, rows[0] if rows else None, size=w.shape[-1], fmt=block)
         for name, (codes, scales, *rows), w in zip(ExpertWeights._fields, found, rounded, strict=True)

@@ -29,7 +29,7 @@ from trace_jax.models.key_map import FLOAT32_LEAVES, Entry, TreePath, nest
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import Params, key_map, param_shapes
 from trace_jax.quantization.multipliers import Multipliers
-from trace_jax.quantization.plan import BLOCK_FORMATS, SITES, QuantPlan
+from trace_jax.quantization.plan import SITES, QuantPlan, block_format_name
 from trace_jax.quantization.weights import fake_quant_experts, quantize_experts
 from trace_jax.rollout.weight_update import LayerUpdate
 from trace_jax.sharding.mesh import on_mesh_of
@@ -108,7 +108,7 @@ def _encode(params: Params, multipliers: Multipliers, *, policy: Policy, plan: Q
 
 
 def _encode_experts(masters: ExpertWeights, plan: QuantPlan, dtype: jnp.dtype) -> Tensors:
-    if plan.weights not in BLOCK_FORMATS:
+    if block_format_name(plan.weights) is None:
         weights = fake_quant_experts(masters, plan.weights)
         return {f"{name}_proj.weight": w.astype(dtype) for name, w in zip(ExpertWeights._fields, weights, strict=True)}
     tensors = {}
@@ -141,9 +141,10 @@ def _decode(tensors: Tensors, *, policy: Policy, plan: QuantPlan) -> tuple[Param
 
 def _decode_expert(tensors: Tensors, prefix: str, plan: QuantPlan, policy: Policy, dtype: jnp.dtype) -> Float[jax.Array, "E out in"]:
     codes = tensors[f"{prefix}.weight"]
-    if plan.weights not in BLOCK_FORMATS:
+    name = block_format_name(plan.weights)
+    if name is None:
         return codes.astype(dtype)
-    block = block_format(plan.weights)
+    block = block_format(name)
     multiplier = None
     if block.has_multiplier:
         multiplier = jnp.broadcast_to(tensors[f"{prefix}.weight_scale_2"][:, None], codes.shape[:-1])

@@ -19,7 +19,7 @@ from jaxtyping import Array, Shaped
 
 from pallas_kernels import block_format
 from trace_jax.errors import UserError
-from trace_jax.quantization.plan import BLOCK_FORMATS
+from trace_jax.quantization.plan import BLOCK_FORMATS, block_format_name
 from trace_jax.sharding.axes import AxisName, constrain, in_mesh
 
 EXPERT_ROWS, EXPERT_COLUMNS = ("expert", ("tensor", "fsdp"), None), ("expert", "fsdp", "tensor")
@@ -153,7 +153,7 @@ def check_heads_and_blocks(sizes: Mapping[str, int], model: Any, formats: Iterab
             )
     width = model.expert_hidden_size
     blocks = {"bf16": 1, "fp8": min(FP8_BLOCK, width)} | {name: block_format(name).block for name in BLOCK_FORMATS}
-    block = max(blocks[name] for name in formats)
+    block = max(blocks[block_format_name(name) or name] for name in formats)
     if tensor > 1 and width % (tensor * block):
         raise UserError(
             f"mesh.tensor is {tensor}: the {width} hidden columns of an expert (expert_hidden_size) are not {tensor} shares of whole "

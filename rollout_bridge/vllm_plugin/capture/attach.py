@@ -10,7 +10,8 @@ from typing import Any
 from rollout_bridge.vllm_plugin.capture import hooks
 from rollout_bridge.vllm_plugin.capture.collector import Collector, LocalSite
 from rollout_bridge.vllm_plugin.capture.plan import CapturePlan
-from rollout_bridge.vllm_plugin.capture.runner import WrappedForward, attention_layers, check_worker, expert_blocks, rank_and_size, routers
+from rollout_bridge.vllm_plugin.capture.runner import WrappedForward, attention_layers, check_worker, expert_blocks, routers
+from rollout_bridge.vllm_plugin.workers import rank_and_size
 from rollout_bridge.wire import RingWriter
 
 SEND_TIMEOUT_S = 60.0

@@ -62,13 +62,6 @@ def check_worker(worker: Any) -> None:
         raise NotImplementedError("capture knows vLLM's first model runner; set VLLM_USE_V2_MODEL_RUNNER=0")
 
 
-def rank_and_size() -> tuple[int, int]:
-    """This worker's place among the tensor-parallel workers, and their number."""
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-
-    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-
-
 def expert_blocks(runner: Any) -> dict[int, Any]:
     """The expert blocks (`MoERunner`) of the model by global layer id."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from rollout_bridge.vllm_plugin.capture import hooks
-from rollout_bridge.vllm_plugin.capture.runner import WrappedForward, check_worker, rank_and_size, routers
+from rollout_bridge.vllm_plugin.capture.runner import WrappedForward, check_worker, routers
 from rollout_bridge.vllm_plugin.replay.replayer import Replayer
+from rollout_bridge.vllm_plugin.workers import rank_and_size
 from rollout_bridge.wire import RingClosed, RingReader
 
 RECEIVE_TIMEOUT_S = 60.0

@@ -20,5 +20,5 @@ message is read, so after the reply to `abort` none of the aborted requests foll
 worker died; the trainer submits what is unfinished to the next worker.
 """
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages; both sides compare it."""

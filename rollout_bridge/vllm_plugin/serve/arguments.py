@@ -8,11 +8,20 @@ FIXED = {
     "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
     "skip_tokenizer_init": True,
     "generation_config": "vllm",  # sampling is the request's affair, not the checkpoint's
-    "tensor_parallel_size": 1,
     "weight_transfer_config": {"backend": "trace_jax"},
 }
 
-FROM_CONFIG = ("model", "dtype", "seed", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization", "additional_config")
+FROM_CONFIG = (
+    "model",
+    "dtype",
+    "seed",
+    "max_num_seqs",
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+    "additional_config",
+    "tensor_parallel_size",
+    "distributed_executor_backend",
+)
 """Arguments that other configuration keys set."""
 
 RESERVED = (*FIXED, *FROM_CONFIG)

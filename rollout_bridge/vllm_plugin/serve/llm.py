@@ -23,6 +23,7 @@ from rollout_bridge.vllm_plugin.serve.arguments import FIXED  # noqa: E402
 from rollout_bridge.vllm_plugin.serve.channel import Message  # noqa: E402
 from rollout_bridge.vllm_plugin.serve.generator import Drawn  # noqa: E402
 from rollout_bridge.vllm_plugin.weights import update_weights  # noqa: E402
+from rollout_bridge.vllm_plugin.workers import nothing, survive_sigterm  # noqa: E402
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """KV cache on CPU where nothing else is asked for: vLLM would take most of the machine's memory."""
@@ -35,8 +36,8 @@ class VllmGenerator:
     """Implements `serve.generator.Generator`.
 
     Args:
-      start: the trainer's `start` message: `arguments` of `vllm.LLM` beside the fixed ones, and `capture`: None, or the `ring` that
-        takes the records and the `plan` (`vllm_plugin.capture`).
+      start: the trainer's `start` message: `arguments` of `vllm.LLM` beside the fixed ones, and `capture`: None, or the `rings` that
+        take the records, one for each worker, and the `plan` (`vllm_plugin.capture`).
 
     Raises:
       Exception: whatever vLLM says about a version, model or setting that it does not take.
@@ -45,12 +46,17 @@ class VllmGenerator:
     def __init__(self, start: Message):
         register()  # also where no entry point names the plugin, as in the trainer's own process
         arguments: dict[str, Any] = {**FIXED, **start["arguments"]}
+        self._workers = arguments["tensor_parallel_size"]
         if current_platform.is_cpu():
             arguments.setdefault("kv_cache_memory_bytes", CPU_KV_CACHE_BYTES)
+            if self._workers > 1:  # vLLM binds each worker to the cores of a memory node of its own, which few machines have
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         self._llm = LLM(**arguments)
+        if self._workers > 1:
+            self._llm.collective_rpc(survive_sigterm)
         self._engine = self._llm.llm_engine
         if start["capture"] is not None:
-            start_capture(self._llm, start["capture"]["ring"], start["capture"]["plan"])
+            start_capture(self._llm, start["capture"]["rings"], start["capture"]["plan"])
         self._vocabulary = self._llm.model_config.get_vocab_size()
 
     def add(self, request: Mapping[str, Any]) -> None:
@@ -84,6 +90,8 @@ class VllmGenerator:
             tokens = list(part.token_ids)
             logprobs = [entry[token].logprob for entry, token in zip(part.logprobs or [], tokens, strict=True)]
             drawn.append(Drawn(int(output.request_id), tokens, logprobs, part.finish_reason))
+        if self._workers > 1:
+            self._llm.collective_rpc(nothing)  # vLLM waits for the first worker only, and the rows of all must be in their rings
         return drawn
 
     def update_weights(self, ring: str, version: int) -> dict[str, Any]:
@@ -102,7 +110,8 @@ class VllmGenerator:
 
     def facts(self) -> dict[str, Any]:
         """What the trainer should know of the model."""
-        return {"engine": f"vllm {vllm.__version__}", "max_model_len": self._llm.model_config.max_model_len}
+        divided = f", {self._workers} tensor-parallel workers" if self._workers > 1 else ""
+        return {"engine": f"vllm {vllm.__version__}{divided}", "max_model_len": self._llm.model_config.max_model_len}
 
     def close(self) -> None:
         """Ends the capture; memory goes with the process."""

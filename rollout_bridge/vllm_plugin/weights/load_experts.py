@@ -13,12 +13,12 @@ from vllm.model_executor.model_loader.reload.layerwise import make_online_proces
 
 from rollout_bridge.vllm_plugin.observing import layer_id
 from rollout_bridge.vllm_plugin.weights.model_layout import PACKED, is_expert_block
-from rollout_bridge.vllm_plugin.weights.targets import expert_targets
+from rollout_bridge.vllm_plugin.weights.targets import Tensors, expert_targets
 
 _SCALARS = ("weight_scale_2", "input_scale")
 
 
-def load_experts(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
+def load_experts(model: torch.nn.Module, tensors: Tensors) -> None:
     """Loads stacked tensors and takes them out of `tensors`, so that memory becomes free.
 
     Args:
@@ -26,7 +26,7 @@ def load_experts(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
       tensors: of the experts only, by their names in an update.
     """
     layers = _layers(model)
-    while tensors:
+    while len(tensors):
         name = next(iter(tensors))
         tensor = tensors.pop(name)
         for layer, parameter, part in expert_targets(name):

@@ -18,13 +18,14 @@ def model_layout(vllm_config: Any, model: torch.nn.Module) -> ModelLayout:
     """The layout of an engine's model.
 
     Raises:
-      NotImplementedError: another family of models, or a model divided between workers.
+      NotImplementedError: another family of models, or one whose layers or experts are divided between workers.
     """
     config = vllm_config.model_config.hf_text_config
     if config.model_type != MODEL_TYPE:
         raise NotImplementedError(f"weight updates of a {config.model_type} model; {MODEL_TYPE} is what can be updated")
-    if vllm_config.parallel_config.world_size > 1:
-        raise NotImplementedError("weight updates of a model divided between workers; run vLLM with one worker")
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1 or parallel.enable_expert_parallel:
+        raise NotImplementedError("weight updates of layers or experts divided between workers; run vLLM with tensor parallelism only")
     blocks = [module for module in model.modules() if is_expert_block(module)]
     settings = settings_of(vllm_config)
     return ModelLayout(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -30,7 +30,20 @@ def expert_targets(name: str) -> tuple[ExpertTarget, ...]:
     return tuple(ExpertTarget(int(layer), f"{stack}_{what}", part) for stack, part in _STACKS[projection])
 
 
-def plain_tensors(tensors: dict[str, Tensor], tied: bool) -> Iterator[tuple[str, Tensor]]:
+@runtime_checkable
+class Tensors(Protocol):
+    """Named tensors that can be taken out one by one; a dict is one."""
+
+    def pop(self, name: str, /) -> Tensor:
+        """Takes a tensor out."""
+        ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def __len__(self) -> int: ...
+
+
+def plain_tensors(tensors: Tensors, tied: bool) -> Iterator[tuple[str, Tensor]]:
     """Takes the tensors outside the experts out of `tensors`, one by one, under the names of vLLM's loader.
 
     A tied head is loaded as well: vLLM may keep a packed copy of it.

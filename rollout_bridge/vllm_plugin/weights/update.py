@@ -1,7 +1,10 @@
-"""What the process that runs an `LLM` calls. Imports neither torch nor vllm by itself."""
+"""What the process that runs an `LLM` calls. Imports no vllm by itself."""
 
 from pathlib import Path
 from typing import Any
+
+from rollout_bridge.vllm_plugin.weights.errors import WeightsRefused
+from rollout_bridge.vllm_plugin.workers import agreed
 
 BACKEND = "trace_jax"
 """Name of the weight-transfer engine: `LLM(weight_transfer_config={"backend": BACKEND})`."""
@@ -26,14 +29,16 @@ def update_weights(llm: Any, ring_path: Path | str, version: int, timeout_s: flo
     llm.init_weight_transfer_engine({"init_info": {"ring_path": str(ring_path)}})
     llm.start_weight_update()
     llm.update_weights({"update_info": {"version": version, "timeout_s": timeout_s}})
-    llm.finish_weight_update(str(version))
+    llm.finish_weight_update()
+    if refused := llm.collective_rpc(_attribute, args=("refused",))[0]:
+        raise WeightsRefused(refused)
     llm.reset_prefix_cache(reset_running_requests=True)
     return weights_checksum(llm)
 
 
 def weights_checksum(llm: Any) -> dict[str, Any] | None:
     """`count`, `checksum` and `version` of the weights in use, as they arrived; None if they are those the engine was started with."""
-    return llm.collective_rpc(_attribute, args=("in_use",))[0]
+    return agreed(llm.collective_rpc(_attribute, args=("in_use",)), "the weights in use")
 
 
 def update_timing(llm: Any) -> dict[str, Any] | None:

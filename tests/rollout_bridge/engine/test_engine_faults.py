@@ -130,7 +130,7 @@ def test_rows_damaged_in_shared_memory_are_missing_and_all_others_are_there(tmp_
     size = capture_layout(tiny.CONFIG, PLAN, NOTHING, audit=False).record_bytes(32)
     first, second = tiny.requests(2)
     with Ring.create(slots=2, slot_bytes=size, folders=[tmp_path]) as ring:
-        records = CapturedRecords(ring.path, tiny.CONFIG, PLAN, NOTHING, audit=False)
+        records = CapturedRecords([ring.path], tiny.CONFIG, PLAN, NOTHING, audit=False)
         records.weights({})
         for request in (first, second):
             records.expect(request)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_policy as tiny
 
 from rollout_bridge.engine.blank_checkpoint import write_blank_checkpoint
 from rollout_bridge.engine.factory import engine_arguments, export_settings, make, slot_bytes
+from rollout_bridge.engine.parallel import require_divisible
 from rollout_bridge.export.decode import ExportedFiles
 from rollout_bridge.export.layout import tensor_plan
 from rollout_bridge.vllm_plugin.serve.arguments import FIXED
@@ -56,6 +59,35 @@ def test_arguments_follow_the_config():
     assert engine_arguments(chosen) | {"max_num_seqs": 8, "kv_cache_memory_bytes": 2**29, "max_model_len": 64, "block_size": 32} == (
         engine_arguments(chosen)
     )
+
+
+def test_workers_of_one_model_are_processes_of_vllm_s():
+    arguments = engine_arguments(tiny_setup("rollout.vllm.tensor_parallel=2"))
+    assert (arguments["tensor_parallel_size"], arguments["distributed_executor_backend"]) == (2, "mp")
+    alone = engine_arguments(tiny_setup())
+    assert alone["tensor_parallel_size"] == 1 and "distributed_executor_backend" not in alone
+
+
+@pytest.mark.parametrize(
+    ("workers", "overrides", "changes", "message"),
+    [
+        (3, (), {}, "tensor_parallel is 3 and the model has 4 heads and 2 KV heads; write a number that divides both"),
+        (4, (), {}, "tensor_parallel is 4 and experts have 32 hidden values in blocks of 16, one of which would lie in two workers"),
+        (2, (), {"expert_hidden_size": 48}, "tensor_parallel is 2 and experts have 48 hidden values in blocks of 16"),
+        (2, ("rollout.vllm.mode=in_process",), {}, "tensor_parallel is 2 and rollout.vllm.mode in_process; write mode: process"),
+        (2, ("rollout.residual_compensation.fraction=0.5",), {}, "channels are compensated, whose blocks would lie in two workers"),
+        (2, (), {"num_kv_heads": 1}, None),  # each worker gets a copy of the head
+        (2, (), {}, None),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(workers: int, overrides: tuple[str, ...], changes: dict[str, int], message: str | None):
+    setup = tiny_setup(f"rollout.vllm.tensor_parallel={workers}", *overrides)
+    setup = replace(setup, policy=replace(setup.policy, config=replace(tiny.CONFIG, **changes)))
+    if message is None:
+        require_divisible(setup)
+        return
+    with pytest.raises(UserError, match=message):
+        require_divisible(setup)
 
 
 @pytest.mark.parametrize("name", ["enforce_eager", "dtype", "model"])

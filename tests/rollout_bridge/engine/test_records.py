@@ -42,7 +42,7 @@ def ring(tmp_path: Path):
 
 
 def test_answers_get_the_rows_of_their_sample(ring: Ring):
-    records = CapturedRecords(ring.path, tiny.CONFIG, PLAN, NOTHING, audit=False)
+    records = CapturedRecords([ring.path], tiny.CONFIG, PLAN, NOTHING, audit=False)
     assert records.routes and records.kinds == ()
     records.weights({})  # an unquantized rollout has no multipliers
     first, second, third = tiny.requests(3)
@@ -66,7 +66,7 @@ def test_answers_get_the_rows_of_their_sample(ring: Ring):
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_a_sample_that_is_submitted_again_gets_no_rows_of_the_run_that_was_aborted(make_engine, ring: Ring, attempt: int):
     """The worker is in the middle of a step of the first run, whose rows it sends afterwards. Each row says which run it is from."""
-    records = CapturedRecords(ring.path, tiny.CONFIG, PLAN, NOTHING, audit=False)
+    records = CapturedRecords([ring.path], tiny.CONFIG, PLAN, NOTHING, audit=False)
     engine = make_engine(records=records, step_s=0.1, capture={"ring": str(ring.path), "layers": LAYERS, "experts": CHOSEN})
     sync(engine)
     (first,) = requests(1, max_new_tokens=12, stop_token_ids=())

@@ -77,19 +77,22 @@ def linear(arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 def refusals() -> list[str]:
     """What the experts say about scales that would give wrong values silently."""
-    from rollout_bridge.vllm_plugin.cpu import CanonicalModelOptNvFp4FusedMoE
+    from rollout_bridge.vllm_plugin.numerics import NVFP4
+    from rollout_bridge.vllm_plugin.nvfp4 import CanonicalModelOptNvFp4FusedMoE
 
     method = CanonicalModelOptNvFp4FusedMoE.__new__(CanonicalModelOptNvFp4FusedMoE)
-    method.use_a16 = False
+    method.use_a16, method.fmt = False, NVFP4
     names = ("w13_weight_scale_2", "w13_input_scale", "w2_weight_scale_2", "w2_input_scale")
     good: dict[str, Any] = {name: torch.ones(2, 2) if name.startswith("w13") else torch.ones(2) for name in names}
     good |= {"layer_name": "model.layers.1.mlp.experts", "activation": "silu", "expert_map": None}
+    good["moe_config"] = SimpleNamespace(intermediate_size_per_partition=32)
     method.process_weights_after_loading(SimpleNamespace(**good))
     changes = (
         {"w13_weight_scale_2": torch.tensor([[1.0, 2.0], [1.0, 1.0]])},
         {"w2_input_scale": torch.tensor([1.0, 0.0])},
         {"w2_weight_scale_2": torch.tensor([torch.nan, 1.0])},
         {"activation": "gelu"},
+        {"moe_config": SimpleNamespace(intermediate_size_per_partition=24)},
     )
     messages = []
     for change in changes:

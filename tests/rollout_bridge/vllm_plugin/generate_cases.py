@@ -43,7 +43,7 @@ class Recorder(ModuleType):
         if quantized is not None:
             values |= {"codes": quantized.codes, "scales": quantized.scales}
         for part, tensor in values.items():
-            self.rows.setdefault(f"{site}.{layer}.{part}", []).append(tensor.numpy().copy())
+            self.rows.setdefault(f"{site}.{layer}.{part}", []).append(tensor.cpu().numpy().copy())
         return quantized
 
 
@@ -80,7 +80,7 @@ def probe(model: torch.nn.Module, ends: tuple[str, ...], recorder: Recorder) -> 
 
     def keep(name: str, values: Any, outputs: Any) -> None:
         for part, tensor in (("in", values[0]), ("out", outputs[0])):
-            recorder.rows.setdefault(f"{name}.{part}", []).append(tensor.to(torch.float32).numpy().copy())
+            recorder.rows.setdefault(f"{name}.{part}", []).append(tensor.to("cpu", torch.float32).numpy().copy())
 
     for name, layer in model.named_modules():
         if ends and name.endswith(ends):

@@ -78,7 +78,7 @@ class Program:
             assert all(torch.equal(cache, old) for cache, old in zip(self._caches(), before, strict=True))
             return {"refused": str(error), "in_use": weights_checksum(self._llm)}
         assert not any(bool(cache.any()) for cache in self._caches())
-        assert ack == weights_checksum(self._llm) and self._llm.get_weight_version() == str(version)
+        assert ack == weights_checksum(self._llm) and ack["version"] == version
         return {"ack": ack, "timing": update_timing(self._llm)}
 
     def interrupted(self, version: int) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Program:
         experts = [module for module in self._model().modules() if hasattr(module, "w13_weight_scale_2")]
         return {
             "multipliers": [module.w13_weight_scale_2.tolist() for module in experts],
-            "codes": [zlib.crc32(module.w13_weight.numpy().tobytes()) for module in experts],
+            "codes": [zlib.crc32(module.w13_weight.cpu().numpy().tobytes()) for module in experts],
         }
 
     def _model(self) -> torch.nn.Module:

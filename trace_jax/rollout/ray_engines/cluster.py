@@ -62,7 +62,7 @@ def demands(config: Config) -> dict[str, float]:
     section, vllm = config.rollout.ray, config.rollout.vllm
     gpus = section.num_gpus
     if gpus is None:
-        one = vllm.engine_args.get("tensor_parallel_size", 1) if config.rollout.engine == "vllm" else 1
+        one = vllm.tensor_parallel if config.rollout.engine == "vllm" else 1
         gpus = one if ray.cluster_resources().get("GPU", 0) else 0
     return {"num_cpus": section.num_cpus, "num_gpus": gpus}
 

@@ -1,4 +1,4 @@
-"""NVFP4 in vLLM on CPU, where vLLM has none: linears and routed experts of ModelOpt checkpoints, emulated with the canonical numerics.
+"""NVFP4 where the hardware has none: linears and routed experts of ModelOpt checkpoints, emulated with the canonical numerics.
 
 The tensors, their names and their loading stay vLLM's own. Nothing is derived from them when they are loaded, so weights that are
 updated in place are used at the next step. Imports vllm: only `plugin.register` imports this module.
@@ -74,12 +74,16 @@ class CanonicalModelOptNvFp4Config(ModelOptNvFp4Config):
 
 
 def use_canonical_linears() -> None:
-    """Makes the kernel above the one of all NVFP4 linears. For W4A16 ones vLLM asks a closed list of kernels, none of them for CPU."""
-    original = modelopt.select_linear_kernel
+    """Makes the kernel above the one of all NVFP4 linears. For W4A16 ones vLLM 0.32 asks a closed list of kernels and 0.26 names one."""
+    if hasattr(modelopt, "select_linear_kernel"):  # 0.32
+        original = modelopt.select_linear_kernel
 
-    def select(spec, layer, rt, weight_shape=None):
-        if spec.weight.dtype == modelopt.FP4_DTYPE:
-            return CanonicalNvFp4LinearKernel(NvFp4LinearLayerConfig())
-        return original(spec, layer, rt, weight_shape)
+        def select(spec, layer, rt, weight_shape=None):
+            if spec.weight.dtype == modelopt.FP4_DTYPE:
+                return CanonicalNvFp4LinearKernel(NvFp4LinearLayerConfig())
+            return original(spec, layer, rt, weight_shape)
 
-    modelopt.select_linear_kernel = select
+        modelopt.select_linear_kernel = select
+    else:
+        modelopt.init_nvfp4_linear_kernel = lambda: CanonicalNvFp4LinearKernel(NvFp4LinearLayerConfig())
+        modelopt.MarlinNvFp4LinearKernel = CanonicalNvFp4LinearKernel
