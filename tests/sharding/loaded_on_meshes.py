@@ -17,6 +17,7 @@ from on_meshes import tiny
 
 from trace_jax.config import from_mapping
 from trace_jax.models.hf import load_hf_directory, save_hf_directory
+from trace_jax.models.key_map import TreePath
 from trace_jax.models.registry import init_params, param_shapes
 from trace_jax.sharding.mesh import device_mesh
 from trace_jax.sharding.rules import shardings
@@ -32,16 +33,16 @@ class Held:
 
     def __init__(self) -> None:
         self.tensor = self.share = 0
-        read, share = HfParams.read, module._share
+        held, read, share = self, HfParams.read, module._share
 
-        def watched_read(params: HfParams, *place: Any) -> np.ndarray:
-            values = read(params, *place)
-            self.tensor = max(self.tensor, values.nbytes)
+        def watched_read(self: HfParams, path: TreePath, position: tuple[int, ...] = ()) -> np.ndarray:
+            values = read(self, path, position)
+            held.tensor = max(held.tensor, values.nbytes)
             return values
 
         def watched_share(*arguments: Any) -> np.ndarray:
             values = share(*arguments)
-            self.share = max(self.share, values.nbytes)
+            held.share = max(held.share, values.nbytes)
             return values
 
         HfParams.read, module._share = watched_read, watched_share

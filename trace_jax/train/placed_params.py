@@ -32,13 +32,13 @@ def placed_params(source: ParamSource, shapes: Params, mesh: Mesh | None) -> Par
     placed = jax.tree.map(lambda _: device, shapes) if mesh is None else shardings(shapes, mesh)
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> Array:
-        return _placed(source, tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path), leaf.shape, sharding)
+        return _placed(source, tuple(key.key for key in path), leaf.shape, sharding)
 
     return jax.tree_util.tree_map_with_path(read, shapes, placed)
 
 
 def _placed(source: ParamSource, path: TreePath, shape: tuple[int, ...], sharding: Sharding) -> Float[Array, "*shape"]:
-    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None  # every device of a parameter's sharding holds a part
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
