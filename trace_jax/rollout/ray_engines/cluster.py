@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
-from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 
 from trace_jax.config import Config
 from trace_jax.errors import UserError
@@ -48,7 +47,7 @@ def cluster(config: Config) -> Iterator[None]:
             # Between fork and exec Ray's processes only set their signals, and need none of the locks that JAX's threads may hold.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-    except (RayError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # Ray raises a plain one where a node is not up after half a minute
         where = "no Ray cluster can be started on this machine" if section.address is None else f"rollout.ray.address {section.address}"
         raise UserError(f"{where}: {_first_line(error)}; see `ray status`") from error
     try:
