@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A run under Slurm: the first TRAINERS hosts train, the others generate. Submit it from the root of the repository:
 #   sbatch configs/launch/slurm.sh CONFIG [key=value ...]
-# The number of hosts is TRAINERS plus those of the engines.
+# The number of hosts is TRAINERS plus those of the engines; rollout.engines counts the engines of each trainer.
 #SBATCH --job-name=trace-jax
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -21,6 +21,7 @@ WORKER_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine and, with one worker, its hooks in the process itself
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked worker would keep the trainer's socket open
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # what is captured is known of the first model runner
+    "TRITON_INTERPRET": "0",  # a trainer on CPU may have it, and vLLM's kernels on a GPU do not run under it
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # everything is in the model's folder
     "PYTHONFAULTHANDLER": "1",

@@ -59,6 +59,9 @@ def test_a_trainer_pod_knows_its_processes():
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {"job-name": "trace-jax-trainer"}
     (command,) = container(job)["args"]
     assert f"rollout.ray.address={first}:{ports['ray']}" in command and "rollout.vllm.python=/opt/vllm/bin/python" in command
+    engines, gpus = jobs()["trace-jax-engine"], container(jobs()["trace-jax-engine"])["resources"]["limits"]["nvidia.com/gpu"]
+    wanted = int(re.findall(r"rollout\.engines=(\d+)", command)[0]) * job["completions"]  # so many of each trainer
+    assert wanted == engines["completions"] * int(gpus)
     assert "/opt/vllm/bin/python -m pip install" in (LAUNCH / "Dockerfile.engine").read_text()
 
 

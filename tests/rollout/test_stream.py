@@ -55,7 +55,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize(("updates", "every", "max_staleness"), [(1, 1, 1), (1, 1, 3), (3, 1, 4), (2, 3, 6), (1, 4, 4), (3, 2, 4), (2, 3, 4)])
+@pytest.mark.parametrize(
+    ("updates", "every", "max_staleness"), [(1, 1, 1), (1, 1, 3), (3, 1, 4), (2, 3, 6), (1, 4, 4), (3, 2, 4), (2, 3, 4)]
+)
 @pytest.mark.parametrize("step_s", [0.0, 0.001])
 def test_no_token_is_older_than_allowed_and_every_answer_comes_once(make, updates, every, max_staleness, step_s):
     """A trainer of uneven speed that refuses some updates."""

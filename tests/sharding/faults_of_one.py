@@ -110,7 +110,7 @@ def of_a_reward(me: int) -> str:
         return [Verdict(1.0, True)] * len(rows)
 
     trajectories = generate(tiny.engine(PLAN, "float32"), tiny.requests())
-    rows = [Row("p", "q", "a")] * trajectories.num_sequences
+    rows = [Row(0, "q", "a")] * trajectories.num_sequences
     task: Any = SimpleNamespace(score_batch=score_batch)
     return told(lambda: score(trajectories, rows, task, load_tokenizer("ascii")))
 

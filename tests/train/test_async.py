@@ -18,6 +18,7 @@ from trace_jax.config import from_mapping
 from trace_jax.metrics.jsonl import read_metrics
 from trace_jax.rollout import UpdateDigest
 from trace_jax.rollout.engine import send_weights
+from trace_jax.tasks import Task
 from trace_jax.train import rl
 from trace_jax.train.checkpoint import Checkpoints, Progress
 from trace_jax.train.manifest import write_manifest
@@ -171,3 +172,13 @@ def test_figures_of_age():
     }
     assert 1 < len(set(recorded)) and 0 < ages.mean() < 2
     assert not [name for name in staleness_metrics(answers.replace(guidance=None), 4) if name.startswith("guidance/")]
+
+
+def test_answers_that_are_being_verified_at_the_end_keep_their_verifier(config, tmp_path, monkeypatch):
+    """The learner ends before its task: the stream's thread still verifies what was generated ahead of the last step."""
+    order: list[str] = []
+    for owner, name in ((rl.Learner, "learner"), (Task, "task")):
+        close = owner.close
+        monkeypatch.setattr(owner, "close", lambda self, close=close, name=name: (order.append(name), close(self))[1])
+    run_training(from_mapping(config.model_dump(mode="json"), ["steps=1", "eval.every=0", "guidance.audit.every=0"]), tmp_path / "run")
+    assert order[:2] == ["learner", "task"]

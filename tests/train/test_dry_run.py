@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding
 
 from trace_jax.errors import UserError
 from trace_jax.layers.kv_cache import init_cache
 from trace_jax.metrics.jsonl import read_metrics
-from trace_jax.models.registry import init_params
+from trace_jax.models.registry import init_params, param_shapes
 from trace_jax.quantization.plan import SITES
-from trace_jax.train.dry_run import memory_plan, plan_run
+from trace_jax.sharding.axes import AXES
+from trace_jax.sharding.rules import specs
+from trace_jax.train.dry_run import device_plan, memory_plan, plan_run
 from trace_jax.train.run import run_training
 from trace_jax.train.setup import build_setup, weight_updates
 
@@ -67,6 +71,45 @@ def test_the_memory_plan_counts_what_is_allocated(make_config, dtype, formats):
     assert plan["engine weights (compute dtype), bytes"] == bytes_of(jax.tree.map(lambda leaf: leaf.astype(compute), params))
     cache = init_cache(model.num_layers, 8, length, model.num_kv_heads, model.head_dim, setup.rollout_plan, compute)
     assert plan["KV cache of a full batch, bytes"] == bytes_of(cache)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (1, 4, 1, 1), (1, 2, 2, 1), (2, 1, 2, 2), (1, 2, 1, 2)])
+def test_the_plan_of_a_device_is_its_share_of_the_arrays(make_config, sizes):
+    """Against the shapes that JAX itself gives the shards."""
+    setup = build_setup(make_config("model.config.num_kv_heads=2", "sync.every=2", "sync.max_staleness=1"))
+    mesh = AbstractMesh(sizes, AXES)
+    shapes = param_shapes(setup.policy.family, setup.policy.config)
+    divided = specs(shapes, dict(mesh.shape))
+    shards = jax.tree.map(lambda leaf, spec: math.prod(NamedSharding(mesh, spec).shard_shape(leaf.shape)), shapes, divided)
+    plan, held = device_plan(setup, mesh.shape), sum(jax.tree.leaves(shards))
+    assert plan["devices of the mesh"] == math.prod(sizes)
+    assert plan["each device: masters and Adam moments (float32), bytes"] == 12 * held
+    experts = sum(jax.tree.leaves([group["experts"] for group in shards["groups"].values()]))
+    assert plan["each device: experts as the trainer rounds them (compute dtype), bytes"] == 4 * experts
+    assert plan["each device: all of these, bytes"] == (12 + 8 + 12 + 4) * held + 4 * experts
+    whole = memory_plan(setup)["masters and Adam moments (float32), bytes"]
+    assert 12 * held < whole or math.prod(sizes[1:]) == 1  # `data` alone divides no parameter
+    assert device_plan(setup, {}) == {}
+
+
+def test_engines_that_the_start_refuses(make_config, monkeypatch):
+    """Two processes, and a GPU, are claimed here; what they change is what the config may ask for."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    asynchronous = make_config("sync.max_staleness=1")
+    with pytest.raises(UserError, match="^sync.max_staleness is 1, .* write sync.max_staleness: 0, or use one process$") as dry:
+        plan_run(asynchronous)
+    with pytest.raises(UserError) as real:
+        build_setup(asynchronous).engine()
+    assert str(dry.value) == str(real.value)
+    plan_run(make_config())
+    monkeypatch.undo()
+    pytest.importorskip("ray", reason="needs trace-jax[ray]")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(UserError, match="^rollout.ray.address is null, and Ray would start the engines on this machine's GPUs"):
+        plan_run(make_config("rollout.launcher=ray"))
+    build_setup(make_config("rollout.launcher=ray", "rollout.ray.address=auto")).require_launch()
+    monkeypatch.undo()
+    build_setup(make_config("rollout.launcher=ray")).require_launch()
 
 
 def test_the_memory_plan_follows_the_settings(make_config):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.invariants import MODES, content, violations
+from trace_jax.config import dump
 from trace_jax.train.read_checkpoint import complete_steps
 from trace_jax.train.run import run_training
 
@@ -50,7 +51,7 @@ def in_small_disk(tmp_path, environment):
         script = (
             f"mount -t tmpfs -o size=64m,nr_inodes=1000 none {mounted} && {sys.executable} {tmp_path}/program.py && cp -r {mounted} {kept}"
         )
-        result = subprocess.run([*NAMESPACE, "sh", "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        result = subprocess.run([*NAMESPACE, "sh", "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
         assert result.returncode == 0, result.stderr[-3000:]
         return result.stdout
 
@@ -116,3 +117,29 @@ assert run_training(config, DISK / "run", resume=True).metrics
     if mode == "alternating":
         run_training(config, tmp_path / "undisturbed")
         assert content(run) == content(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_full_disk_ends_both_processes_of_a_run(in_small_disk, make_config, cold_start, tmp_path):
+    """Whichever of them finds no room, in a row, an answer or its part of a checkpoint: none waits for the other one."""
+    config = make_config(f"model.source={cold_start.directory}", "checkpoint.every=2", "steps=100000", "eval.every=0", "mesh.data=2")
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(config))
+    said = in_small_disk(f"""
+import json, time
+from tests.sharding.test_processes import start_two
+programs = start_two(dict(os.environ), ["-m", "trace_jax", "train", {str(file)!r}, "--out", str(DISK / "run")])
+rows = DISK / "run" / "metrics.jsonl"
+while not rows.exists() or len(rows.read_text().splitlines()) < 3:
+    assert all(program.poll() is None for program in programs)
+    time.sleep(0.05)
+ballast.load(files=12)
+begun = time.monotonic()
+errors = [program.communicate(timeout=100)[1][-2000:] for program in programs]
+print(json.dumps([[program.returncode for program in programs], errors, time.monotonic() - begun]))
+ballast.drop()
+""")
+    codes, errors, seconds = json.loads(said.splitlines()[-1])
+    assert sorted(codes) in ([1, 2], [2, 2]) and seconds < 60, (codes, errors)
+    assert all("no space left" in error.lower() or "error: process" in error for error in errors)

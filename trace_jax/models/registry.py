@@ -92,10 +92,14 @@ def _layer_skeleton(family: str, config: ModelConfig, path: tuple[str | int, ...
     return nnx.split(module)
 
 
-def init_params(family: str, config: ModelConfig, key: PRNGKeyArray) -> Params:
-    """Random float32 parameters."""
+def init_params(family: str, config: ModelConfig, key: PRNGKeyArray, placed: Any = None) -> Params:
+    """Random float32 parameters, the same wherever they are.
 
-    @jax.jit
+    Args:
+      placed: a sharding for each parameter; None puts all on the default device.
+    """
+
+    @functools.partial(jax.jit, out_shardings=placed)
     def build(key: PRNGKeyArray) -> Params:
         return nnx.to_pure_dict(nnx.state(family_of(family).make(config, nnx.Rngs(params=key)), nnx.Param))
 

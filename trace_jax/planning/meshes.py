@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
-
-import jax
+from typing import NamedTuple
 
 from trace_jax.errors import UserError
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import param_shapes
 from trace_jax.sharding.axes import AXES
-from trace_jax.sharding.rules import check_heads_and_blocks, specs
+from trace_jax.sharding.rules import check_heads_and_blocks, device_values
 
 TRAINED_BYTES = 32
 """Masters and moments, gradients, and the new masters and moments beside the old: bytes of a parameter (`footprint.training_bytes`)."""
@@ -38,19 +35,12 @@ def fitting_meshes(policy: Policy, devices: int, memory: float, fmt: str) -> lis
     for sizes in _factorizations(devices):
         try:
             check_heads_and_blocks(sizes, policy.config, (fmt,))
-            divided = specs(shapes, sizes)
+            held = device_values(shapes, sizes)
         except UserError:
             continue
-        held = sum(jax.tree.leaves(jax.tree.map(lambda leaf, spec, sizes=sizes: _share(leaf.shape, spec, sizes), shapes, divided)))
         if TRAINED_BYTES * held <= memory:
             found.append(Fit(sizes, TRAINED_BYTES * held))
     return sorted(found, key=lambda fit: [fit.sizes[axis] for axis in ("tensor", "expert", "fsdp")])
-
-
-def _share(shape: tuple[int, ...], spec: Any, sizes: dict[str, int]) -> float:
-    """Values of an array that one device holds."""
-    names = [name for axis in spec if axis is not None for name in ((axis,) if isinstance(axis, str) else axis)]
-    return math.prod(shape) / math.prod(sizes[name] for name in names)
 
 
 def _factorizations(devices: int) -> Iterator[dict[str, int]]:

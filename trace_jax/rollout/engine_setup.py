@@ -66,8 +66,8 @@ class EngineSetup:
         config = self.config
         if config.asynchronous and jax.process_count() > 1:
             raise UserError(
-                f"sync.max_staleness is {config.sync.max_staleness}, which makes training asynchronous, but several processes train in step "
-                f"only; write sync.max_staleness: {config.least_staleness}, or use one process"
+                f"sync.max_staleness is {config.sync.max_staleness}, which makes training asynchronous, but several processes train in "
+                f"step only; write sync.max_staleness: {config.least_staleness}, or use one process"
             )
         if config.rollout.launcher == "process":
             return

@@ -110,7 +110,7 @@ def gathered(value: Value, chunk_bytes: int = CHUNK_BYTES) -> list[Value]:
         sent[: data[here].size] = data[here]
         for part, row in zip(parts, _rows(sent), strict=True):
             part[here] = row[: part[here].size]
-    return [pickle.loads(part) for part in parts]
+    return [pickle.loads(part.data) for part in parts]
 
 
 def _rows(own: UInt8[np.ndarray, " n"]) -> UInt8[np.ndarray, "processes n"]:

@@ -9,6 +9,7 @@ hidden width of the experts, which is the contraction axis of the down projectio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -97,6 +98,20 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 def specs(tree: Any, sizes: Mapping[str, int]) -> Any:
     """As `shardings`, as a tree of `PartitionSpec`, for a mesh of these sizes by axis."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _spec(path, leaf.shape, sizes), tree)
+
+
+def device_values(tree: Any, sizes: Mapping[str, int]) -> int:
+    """How many values of a tree of arrays or shapes each device of a mesh of these sizes holds; shares are equal.
+
+    Raises:
+      UserError: as `shardings`.
+    """
+
+    def share(leaf: Any, spec: PartitionSpec) -> int:
+        names = [name for axis in spec if axis is not None for name in ((axis,) if isinstance(axis, str) else axis)]
+        return leaf.size // math.prod(sizes.get(name, 1) for name in names)
+
+    return sum(jax.tree.leaves(jax.tree.map(share, tree, specs(tree, sizes))))
 
 
 def constrain_params(tree: Any) -> Any:

@@ -10,10 +10,11 @@ import typer
 from typer.main import get_command
 
 from trace_jax.cli.app import run
+from trace_jax.comparison.run import JSON as COMPARISON
 from trace_jax.errors import UserError
 from trace_jax.files import write_atomic
 from trace_jax.markdown import replace_block
-from trace_jax.study.curves import method_curves
+from trace_jax.study.curves import by_age, curves
 from trace_jax.study.page import PAGE_PARTS, pictures
 
 LOGS, PAGE, IMAGES = Path("docs/study"), Path("docs/study.md"), Path("docs/images")
@@ -23,13 +24,16 @@ app = typer.Typer(add_completion=False, help="The study of docs/study.md: its lo
 
 @app.command()
 def collect(
-    runs: Annotated[Path, typer.Argument(help="Folder of a finished `trace-jax compare`.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of a `trace-jax compare`, finished or not, or one with several of them.")],
+    aged: Annotated[Path | None, typer.Option("--aged", help="Asynchronous run with audits, for the records of older weights.")] = None,
     measures: Annotated[Path | None, typer.Option("--measures", help="Folder with the JSON that `mismatch` and `eval` printed.")] = None,
 ) -> None:
-    """Writes what the page needs of the runs to docs/study: comparison.json, curves.json, and the measurements shortened."""
-    comparison = _read(runs / "comparison.json")
-    _write("comparison", comparison)
-    _write("curves", {name: method_curves([runs / one["run"] for one in entry["runs"]]) for name, entry in comparison["methods"].items()})
+    """Writes what the page needs to docs/study: curves.json, comparison.json if there is one, and the measurements, shortened."""
+    _write("curves", curves(folder))
+    if (folder / COMPARISON).exists():
+        _write("comparison", _read(folder / COMPARISON))
+    if aged is not None:
+        _write("versions", by_age(aged))
     for path in sorted(measures.glob("*.json")) if measures is not None else ():
         _write(path.stem, _read(path))
 

@@ -36,7 +36,8 @@ def training_figure(curves: Mapping[str, Mapping[str, Any]]) -> bytes:
             if log:
                 axes.set_yscale("log")
             axes.set_xlabel("step")
-            axes.legend(loc="best")
+            if axes.lines:
+                axes.legend(loc="best")
         return png_bytes(figure)
 
 
@@ -54,7 +55,7 @@ def lines_figure(title: str, note: str, xlabel: str, lines: Mapping[str, tuple[S
         return png_bytes(figure)
 
 
-def _draw_seeds(axes: Axes, seeds: Sequence[Mapping[str, Sequence[float]]], color: str, label: str) -> None:
+def _draw_seeds(axes: Axes, seeds: Sequence[Mapping[str, Any]], color: str, label: str) -> None:
     """Mean of the seeds at the steps that all have, and the range from the lowest to the highest."""
     by_step = [dict(zip(series["steps"], series["values"], strict=True)) for series in seeds]
     steps = sorted(set.intersection(*map(set, by_step)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any, TypeAlias
 
 from trace_jax.comparison.table import rows
@@ -11,6 +11,11 @@ from trace_jax.markdown import markdown_table
 from trace_jax.study.figures import lines_figure, training_figure
 
 Logs: TypeAlias = Mapping[str, Any]
+
+NOT_MEASURED = "Not measured yet.\n"
+
+WINDOW = 50
+"""Steps at the start and at the end that the table of the training averages over."""
 
 POSITIONS = ((0, 8), (8, 32), (32, 64), (64, 96), (96, 128), (128, 192))
 """Ranges of token indices in the answer."""
@@ -91,32 +96,66 @@ def versions_table(logs: Logs) -> str:
 
 def posthoc_table(logs: Logs) -> str:
     """Policies trained in BF16 and in FP4, rolled out at each precision."""
+    found = [entry for name, entry in logs.items() if name.startswith("eval-")]
+    if not found:
+        return NOT_MEASURED
     lines = [
-        [one["trained"], one["precision"], str(one["seed"]), f"{one['pass_at_1']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"]
-        for one in logs["posthoc"]
+        [one["policy"].rpartition("/")[2], one["precision"], f"{one['pass_at_1']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"]
+        for one in found
     ]
-    return markdown_table(("trained as", "rolled out in", "seed", "pass@1 [95 %]"), lines, ("trained as", "rolled out in"))
+    return markdown_table(("policy", "rolled out in", "pass@1 [95 %]"), lines, ("policy", "rolled out in"))
+
+
+def training_table(logs: Logs) -> str:
+    """First and last steps of every run, the last being those that all runs reached."""
+    found = logs["curves"]
+    last = min(series["steps"][-1] for metrics in found.values() for series in metrics["reward/mean"])
+    windows = ((1, WINDOW), (last - WINDOW + 1, last))
+    headings = ["method", "seed"]
+    headings += [f"{what}, steps {low} to {high}" for what in ("reward", "solved") for low, high in windows]
+    headings += [f"KL (k3), {what}, steps {windows[1][0]} to {last}" for what in ("training forward", "unguided")]
+    lines = []
+    for method, metrics in found.items():
+        for place, series in enumerate(metrics["reward/mean"]):
+            cells = [_window(metrics[name][place], *window, "{:.3f}") for name in ("reward/mean", "reward/pass_rate") for window in windows]
+            for name in ("rollout_corr/k3_kl", "unguided/rollout_corr/k3_kl"):
+                cells.append(_window(metrics[name][place], *windows[1], "{:.1e}") if name in metrics else "-")
+            lines.append([method, str(series["seed"]), *cells])
+    return markdown_table(headings, lines, ("method",))
+
+
+def _window(series: Mapping[str, Any], low: int, high: int, form: str) -> str:
+    return form.format(fmean(value for step, value in zip(series["steps"], series["values"], strict=True) if low <= step <= high))
+
+
+def _when_measured(log: str, table: Callable[[Logs], str]) -> Callable[[Logs], str]:
+    return lambda logs: table(logs) if log in logs else NOT_MEASURED
 
 
 PAGE_PARTS: dict[str, Callable[[Logs], str]] = {
-    "methods": methods_table,
-    "layers": layers_table,
-    "depth": depth_table,
-    "versions": versions_table,
-    "positions": cache_table,
-    "channels": channels_table,
+    "training": training_table,
+    "methods": _when_measured("comparison", methods_table),
+    "layers": _when_measured("gaps", layers_table),
+    "depth": _when_measured("gaps", depth_table),
+    "versions": _when_measured("versions", versions_table),
+    "positions": _when_measured("gaps", cache_table),
+    "channels": _when_measured("channels", channels_table),
     "posthoc": posthoc_table,
 }
 """Name of a block of the page -> its table."""
 
 
 def pictures(logs: Logs) -> dict[str, bytes]:
-    """Name -> PNG."""
-    variants = logs["gaps"]["variants"]
-    lines = {}
-    for name in ("unrounded", "none", "last_4", "kv16_unrounded", "kv16_none"):
-        places = variants[name]["positions"]
-        smooth = [sum(places[max(0, at - 4) : at + 5]) / len(places[max(0, at - 4) : at + 5]) for at in range(len(places))]
-        lines[name] = (list(range(len(places))), smooth)
-    note = "mean |log p(trainer) - log p(rollout)| of nine tokens"
-    return {"training": training_figure(logs["curves"]), "positions": lines_figure("The gap along the answer", note, "token", lines)}
+    """Name -> PNG, of what is measured."""
+    drawn = {"training": training_figure(logs["curves"])}
+    if "gaps" in logs:
+        variants = logs["gaps"]["variants"]
+        lines = {name: _smooth(variants[name]["positions"]) for name in ("unrounded", "none", "last_4", "kv16_unrounded", "kv16_none")}
+        note = "mean |log p(trainer) - log p(rollout)| of nine tokens"
+        drawn["positions"] = lines_figure("The gap along the answer", note, "token", lines)
+    return drawn
+
+
+def _smooth(values: Sequence[float]) -> tuple[list[int], list[float]]:
+    places = range(len(values))
+    return list(places), [fmean(values[max(0, at - 4) : at + 5]) for at in places]

@@ -16,6 +16,7 @@ from trace_jax.models.registry import key_map, param_shapes
 from trace_jax.quantization.plan import BLOCK_FORMATS, RECORDED_SITES
 from trace_jax.rollout.embedded.decode import CaptureSpec
 from trace_jax.rollout.weight_sync import expected_tensors
+from trace_jax.sharding.rules import device_values
 from trace_jax.train.setup import Setup, build_setup, initial_policy, training_mesh
 from trace_jax.train.sft import worked_example
 
@@ -28,14 +29,15 @@ def plan_run(config: Config) -> dict[str, Any]:
     """
     if config.model.source is None:
         setup, multipliers = build_setup(config), {}  # the memory plan needs no random parameters
-        training_mesh(config, setup.policy.family, setup.policy.config)
     else:
         setup, _, multipliers = initial_policy(config)
     try:
+        mesh = training_mesh(config, setup.policy.family, setup.policy.config)
         setup.require_launch()
         fraction = config.rollout.residual_compensation.fraction
         _require_rows(setup, calibrates=not multipliers or 0 < fraction < 1)
-        return {"config": config.model_dump(mode="json"), "memory": memory_plan(setup)}
+        memory = memory_plan(setup) | device_plan(setup, {} if mesh is None else mesh.shape)
+        return {"config": config.model_dump(mode="json"), "memory": memory}
     finally:
         setup.task.close()
 
@@ -90,6 +92,37 @@ def memory_plan(setup: Setup) -> dict[str, Any]:
         "guidance record of batches ahead, bytes": ahead * sequences * length * record_bytes_per_token(setup, setup.capture()),
         "audited codes of a step, bytes": audited * length * record_bytes_per_token(setup, codes),
     }
+
+
+def device_plan(setup: Setup, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """What each device of the training mesh holds of the state; nothing for a run on one device, where it is the total.
+
+    Rounded experts lie where the experts do. Activations are not counted, and neither is the embedded engine, which is whole on the first
+    device of each process.
+
+    Args:
+      sizes: of the mesh, by axis.
+    """
+    if not sizes:
+        return {}
+    shapes = param_shapes(setup.policy.family, setup.policy.config)
+    count, experts = device_values(shapes, sizes), device_values(_experts_of(shapes), sizes)
+    served = 4 * count if setup.config.sync.every > 1 else 0
+    rounded = 0 if setup.objective.plan.weights == "bf16" else jnp.dtype(setup.policy.compute_dtype).itemsize * experts
+    parts = {
+        "masters and Adam moments (float32), bytes": 3 * 4 * count,
+        "gradient and its sum (float32), bytes": 2 * 4 * count,
+        "new masters and moments beside the old in an update (float32), bytes": 3 * 4 * count,
+        "experts as the trainer rounds them (compute dtype), bytes": rounded,
+        "masters that the engine serves (float32), bytes": served,
+    }
+    parts["all of these, bytes"] = sum(parts.values())
+    return {"devices of the mesh": math.prod(sizes.values())} | {f"each device: {name}": value for name, value in parts.items()}
+
+
+def _experts_of(shapes: Any) -> Any:
+    """The weights of the routed experts, None in place of everything else."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf if "['experts']" in jax.tree_util.keystr(path) else None, shapes)
 
 
 def batches_ahead(config: Config) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from trace_jax.models.hf import open_hf_directory
+from trace_jax.models.hf import OpenHfCheckpoint, open_hf_directory
 from trace_jax.models.hf_tensors import Source
 from trace_jax.models.key_map import Entry, TreePath, parameter_shapes
 from trace_jax.models.policy import Policy
@@ -33,6 +33,11 @@ class HfParams:
         for entry in entries:
             self._entries.setdefault(entry.path, []).append(entry)
         self._name, self._tensor = "", np.empty(0, np.float32)
+
+    @classmethod
+    def of(cls, opened: OpenHfCheckpoint) -> HfParams:
+        """Those of a directory, open as long as it is."""
+        return cls(opened.files, opened.entries, parameter_shapes(key_map(opened.family, opened.config)))
 
     def read(self, path: TreePath, position: tuple[int, ...] = ()) -> Float[np.ndarray, "*shape"]:
         """One parameter, or its slice at a position of the leading axes.
@@ -69,10 +74,10 @@ def open_hf_policy(directory: Path, opened: ExitStack) -> StoredPolicy:
     Raises:
       UserError: the directory is incomplete or damaged, of a family that is not supported, or no tokenizer fits it.
     """
-    family, config, entries, files = opened.enter_context(open_hf_directory(directory))
+    found = opened.enter_context(open_hf_directory(directory))
+    family, config = found.family, found.config
     tokenizer = fitting_tokenizer(directory, config.vocab_size)
     tokenizer = str(directory.absolute()) if tokenizer == CARRIED else tokenizer
     settings = untrained_settings(family, config, tokenizer)
-    params = HfParams(files, entries, parameter_shapes(key_map(family, config)))
     meta = {"progress": {"version": 0}, "config": settings.model_dump(mode="json")}
-    return StoredPolicy(directory, Policy(family, config), params, {}, tokenizer, meta, has_task=False)
+    return StoredPolicy(directory, Policy(family, config), HfParams.of(found), {}, tokenizer, meta, has_task=False)

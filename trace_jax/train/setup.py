@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from trace_jax.config import Config
 from trace_jax.errors import UserError
 from trace_jax.models.finite import require_finite
-from trace_jax.models.hf import load_hf_directory
+from trace_jax.models.hf import open_hf_directory
 from trace_jax.models.policy import Policy
 from trace_jax.models.registry import ModelConfig, Params, config_from_dict, init_params, param_shapes
 from trace_jax.quantization.calibration import calibrate, choose_channels
@@ -27,12 +27,13 @@ from trace_jax.rollout.prompts import SamplingSettings
 from trace_jax.rollout.weight_sync import layer_updates
 from trace_jax.rollout.weight_update import Ack, LayerUpdate
 from trace_jax.sharding.mesh import device_mesh
-from trace_jax.sharding.placement import put_params
 from trace_jax.sharding.rules import check_heads_and_blocks, shardings
 from trace_jax.tasks import Task, load_task
 from trace_jax.tokenizers import BUILT_IN, Tokenizer, load_tokenizer
 from trace_jax.train.checkpoint import load_policy
+from trace_jax.train.hf_policy import HfParams
 from trace_jax.train.objective import ObjectiveSpec
+from trace_jax.train.placed_params import placed_params
 from trace_jax.train.read_checkpoint import locate_checkpoint, policy_from_meta, read_meta
 from trace_jax.train.sft import worked_example
 from trace_jax.train.update import UpdateSettings
@@ -194,14 +195,17 @@ def initial_policy(config: Config, task: Task | None = None) -> tuple[Setup, Par
     if source is None:
         setup = build_setup(config, task=task)
         mesh = training_mesh(config, setup.policy.family, setup.policy.config)
-        params = init_params(setup.policy.family, setup.policy.config, jax.random.key(config.seed))
-        return setup, params if mesh is None else put_params(mesh, params), {}
+        family, model_config = setup.policy.family, setup.policy.config
+        placed = None if mesh is None else shardings(param_shapes(family, model_config), mesh)
+        return setup, init_params(family, model_config, jax.random.key(config.seed), placed), {}
     path = Path(source)
     if (path / "config.json").is_file():
         if config.tokenizer in BUILT_IN and (path / "tokenizer.json").is_file():
             _require_tokenizer(config, source, source)
-        family, model_config, loaded_params = load_hf_directory(path)
-        params = put_params(training_mesh(config, family, model_config), loaded_params)
+        with open_hf_directory(path) as opened:
+            family, model_config = opened.family, opened.config
+            mesh = training_mesh(config, family, model_config)
+            params = placed_params(HfParams.of(opened), param_shapes(family, model_config), mesh)
         require_finite(params, source)
         return build_setup(config, (family, model_config), task), params, {}
     policy = policy_from_meta(read_meta(locate_checkpoint(path)))

@@ -85,7 +85,13 @@ class VllmGenerator:
     def step(self) -> list[Drawn]:
         """One step of vLLM's engine."""
         drawn = []
-        for output in self._engine.step():
+        try:
+            outputs = self._engine.step()
+        except RuntimeError as error:
+            if str(error) == "cancelled":  # all that vLLM says where a process is gone
+                raise RuntimeError("one of vLLM's tensor-parallel processes has ended") from error
+            raise
+        for output in outputs:
             (part,) = output.outputs
             tokens = list(part.token_ids)
             logprobs = [entry[token].logprob for entry, token in zip(part.logprobs or [], tokens, strict=True)]

@@ -107,20 +107,20 @@ def test_an_engine_that_cannot_be_reached_for_a_while(engine: Any, monkeypatch: 
 @pytest.mark.slow
 def test_an_engine_that_hangs(start_pool: StartPool, capfd: pytest.CaptureFixture[str]):
     """In its work, and before an update: killed and replaced after the time; one loss costs one of the new starts."""
-    pool = start_pool("rollout.ray.silence_timeout_s=15", "rollout.ray.max_restarts=1")
+    pool = start_pool("rollout.ray.silence_timeout_s=30", "rollout.ray.max_restarts=1")
     sync(pool, PLAN, 0, 0, "float32")
     undisturbed = generate(pool, many())
     pool.submit(many())
     first = collect(pool, 1)
     os.kill(process_of(pool, 0), signal.SIGSTOP)
     both = Trajectories.concat([first, collect(pool, 48 - first.num_sequences)])
-    assert "rollout engine 0 was lost: no answer within" in capfd.readouterr().err
+    assert "rollout engine 0 was lost: it does not answer in time" in capfd.readouterr().err
     assert sorted(both.sample_id.tolist()) == [request.sample_id for request in many()]
     tiny.assert_same_answers(both.select(both.sample_id.argsort()), undisturbed, tolerance=1e-4)
-    pool._limit = 15.0  # of an update, as of a start
+    pool._limit = 30.0  # of an update, as of a start
     os.kill(process_of(pool, 1), signal.SIGSTOP)
     sync(pool, PLAN, 1, 1, "float32")
-    assert "rollout engine 1 was lost: no answer within 15 s" in capfd.readouterr().err
+    assert "rollout engine 1 was lost: it does not answer in time" in capfd.readouterr().err
     assert set(generate(pool, tiny.requests()).weight_version) == {1}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollout_bridge.engine.worker_folder import write_worker_folder
 from rollout_bridge.export import ExportSettings, export_checkpoint
 from tests import tiny_policy
 from tests.exported_policy import save
-from tests.rollout_bridge.vllm_plugin.test_generation import INTERPRETER, trajectories
+from tests.rollout_bridge.vllm_plugin.test_generation import INTERPRETER, trajectories, worker_environment
 from tests.tiny_policy import CONFIG
 from trace_jax.models.qwen3_moe.config import Qwen3MoeConfig
 from trace_jax.models.registry import ModelConfig, Params
@@ -35,12 +33,7 @@ NEEDS_VLLM = [
 
 def run_worker(folder: Path, script: str, *, timeout: int = 900) -> str:
     """Runs a script of this folder with vLLM's interpreter on `folder`; returns what it printed."""
-    environment = os.environ | {
-        "PYTHONPATH": str(write_worker_folder(folder / "worker")),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = worker_environment(folder)
     command = [INTERPRETER, str(Path(__file__).with_name(script)), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

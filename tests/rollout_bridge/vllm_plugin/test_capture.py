@@ -7,7 +7,6 @@ it does not, and requests are preempted.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -22,10 +21,9 @@ from safetensors.numpy import save_file
 
 from rollout_bridge.assembler import Assembled, Assembler, Layout
 from rollout_bridge.assembler.replay import replay_records
-from rollout_bridge.engine.worker_folder import write_worker_folder
 from rollout_bridge.wire import Ring, RingClosed, RingReader, RingWriter
 from tests import tiny_policy
-from tests.rollout_bridge.vllm_plugin.test_generation import INTERPRETER, expert_tensors, trajectories
+from tests.rollout_bridge.vllm_plugin.test_generation import INTERPRETER, expert_tensors, trajectories, worker_environment
 from tests.tiny_policy import CONFIG, LAYERS, PLANS, guided
 from trace_jax.guidance import GuidanceRecord, RecordKind
 from trace_jax.guidance.cache import GuidanceCache
@@ -163,14 +161,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Run
     for run, assembler in zip(runs, assemblers, strict=True):
         for sample in sum(run["samples"], []):
             assembler.expect(int(sample), 2)
-    environment = os.environ | {
-        "PYTHONPATH": str(write_worker_folder(folder / "worker")),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = worker_environment(folder) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     command = [INTERPRETER, str(Path(__file__).with_name("generate_captured.py")), str(folder)]
     log = folder / "log"
     with log.open("w") as file, subprocess.Popen(command, env=environment, stdout=file, stderr=file, text=True) as process:

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from pallas_kernels import NVFP4, oracle
+from rollout_bridge.engine.process import WORKER_ENVIRONMENT
 from rollout_bridge.engine.worker_folder import write_worker_folder
 from tests import tiny_policy
 from tests.pallas_kernels import cases
@@ -32,12 +33,8 @@ PLAN = rollout_plan("nvfp4", "nvfp4", "bf16", "bf16")
 
 def worker_environment(folder: Path) -> dict[str, str]:
     """Environment of a program that runs vLLM in its own process, with a worker folder in `folder`."""
-    return os.environ | {
-        "PYTHONPATH": str(write_worker_folder(folder / "worker")),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    own = {"PYTHONPATH": str(write_worker_folder(folder / "worker")), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return os.environ | WORKER_ENVIRONMENT | own
 
 
 def expert_tensors(seed: int = 0) -> dict[str, np.ndarray]:

@@ -87,7 +87,7 @@ class Member:
         except GetTimeoutError:
             if self.life is not None:
                 self._replace()  # it hangs; if it ever went on, its answers would come beside those of the next one
-            raise Lost(f"no answer within {timeout_s:g} s", for_good=self.life is None) from None
+            raise Lost("it does not answer in time", for_good=self.life is None) from None
         except RayTaskError as error:
             if isinstance(error.cause, OtherLife):
                 raise Lost("it was started again") from None

@@ -4,8 +4,9 @@
    not wait for it with a timeout of 0; answers come back through Ray's object store, and their arrays are views of it.
 2. Weights are put into the object store once, and every engine reads them there. All of them acknowledge the same bytes, or the update
    has failed.
-3. Ray replaces a lost engine, and one that says nothing for `silence_timeout_s`. The new one gets the weights, and then all that was pending at the lost one: what had been received counts,
-   so no sample is lost and none comes twice. An engine that Ray gives up ends the pool; `health` says why.
+3. Ray replaces a lost engine, and one that says nothing for `silence_timeout_s`. The new one gets the weights, and then all that was
+   pending at the lost one: what had been received counts, so no sample is lost and none comes twice. An engine that Ray gives up ends the
+   pool; `health` says why.
 
 Held: the newest weights, in the object store. Not guaranteed: bit-equal log-probabilities after a replacement or with another number of
 engines, since the embedded engine compiles other programs for other batch sizes (within 1e-4 in float32); the tokens follow from the
