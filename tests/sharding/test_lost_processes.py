@@ -107,9 +107,9 @@ def test_a_process_that_nobody_reads_ends_as_well(environment, unread):
     """As in `trace-jax train 2>&1 | head`: what cannot be written must not keep the thread from ending the program."""
     reader, writer = os.pipe()
     os.close(reader)
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | dict.fromkeys(unread, writer)
+    out, err = (writer if name in unread else subprocess.DEVNULL for name in ("stdout", "stderr"))
     try:
-        assert subprocess.run([sys.executable, "-c", UNHEARD], env=environment, timeout=20, **streams).returncode == 1
+        assert subprocess.run([sys.executable, "-c", UNHEARD], env=environment, stdout=out, stderr=err, timeout=20).returncode == 1
     finally:
         os.close(writer)
 

@@ -93,10 +93,6 @@ def test_seeds_of_which_only_one_was_measured_unguided(here):
     assert "steps 1 to 5" in lines[0]
     assert [line.split("|")[2].strip() for line in lines[2:]] == ["0", "1"]
     assert lines[2].endswith("| 1.0e-03 | - |") and lines[3].endswith("| 1.0e-03 | - |")  # seed 1 was measured after step 5
-    run(here / "more", "trace-seed-0", 120, **{"reward/pass_rate": None})
-    run(here / "more", "qat-seed-0", 20)
-    invoke("collect", here / "more")
-    invoke("render")
 
 
 def test_nothing_to_render(here):
