@@ -69,3 +69,7 @@ def test_what_is_measured() -> None:
     assert methods_by_precision(["qat", "naive"], ["mxfp4", "mxfp4"]) == {"mxfp4": ["naive", "qat"]}
     with pytest.raises(UserError, match="none of them makes sense at precision fp8; write some of: naive, qat"):
         methods_by_precision(["trace"], ["nvfp4", "fp8"])
+    with pytest.raises(
+        UserError, match="nvfp4_4over6 is one of eval, .* write some of: bf16, fp8, nvfp4, mxfp4, or measure it with --variants"
+    ):
+        methods_by_precision(None, ["nvfp4_4over6"])

@@ -72,6 +72,9 @@ def test_a_compensated_rollout_stays_so_where_there_is_something_to_compensate(c
         precision_config(quads, "nvfp4", "trace")
     assert precision_overrides(quads, "nvfp4") == "rollout.residual_compensation.fraction=0.25"  # the advice keeps what was measured
     assert precision_overrides(quads, "bf16").endswith("v=bf16")
+    # Four-over-six is a matter of weights: the inputs are NVFP4 all the same.
+    assert precision_config(quads, "nvfp4_4over6", "naive").rollout.residual_compensation.fraction == 0.25
+    assert precision_overrides(quads, "nvfp4_4over6").endswith(" rollout.residual_compensation.fraction=0.25")
     for config, method, remedy in ((plain, "quads", "add rollout.residual_compensation.fraction=0.5"), (quads, "trace", "to 0.0")):
         with pytest.raises(UserError, match=f"--methods: {method} .*{remedy}"):
             require_measurable(config, {"nvfp4": ["naive", method]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -86,6 +87,31 @@ def test_an_error_of_one_that_others_wait_for(environment, tmp_path, how, failin
 def test_an_end_that_all_come_to_is_left_alone(environment, tmp_path, how, code):
     codes, said, _ = ended(started(environment, tmp_path, how))
     assert codes == [code, code] and not any("error" in text for text in said)
+
+
+UNHEARD = """
+import os, socket, sys, time
+from trace_jax.sharding.lost_processes import Watch
+sys.stdout = os.fdopen(1, "w", buffering=4096)
+here, there = socket.socketpair()
+Watch(1, ["process 0", "process 1"], {0: here})
+print("unread")
+there.close()
+time.sleep(10)
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("unread", [("stdout",), ("stderr",), ("stdout", "stderr")])
+def test_a_process_that_nobody_reads_ends_as_well(environment, unread):
+    """As in `trace-jax train 2>&1 | head`: what cannot be written must not keep the thread from ending the program."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    out, err = (writer if name in unread else subprocess.DEVNULL for name in ("stdout", "stderr"))
+    try:
+        assert subprocess.run([sys.executable, "-c", UNHEARD], env=environment, stdout=out, stderr=err, timeout=20).returncode == 1
+    finally:
+        os.close(writer)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from trace_jax.errors import UserError
 from trace_jax.metrics.jsonl import JsonlWriter
 from trace_jax.study.__main__ import LOGS, PAGE, app
 from trace_jax.study.curves import BIN
@@ -80,3 +81,20 @@ def test_the_page_is_that_of_its_logs(here):
     before = PAGE.read_text()
     invoke("render")
     assert PAGE.read_text() == before
+
+
+def test_seeds_of_which_only_one_was_measured_unguided(here):
+    """Runs shorter than the windows, of which the first has no unguided KL: it gets a dash, not the figure of the other seed."""
+    run(here / "runs", "trace-seed-0", 5)
+    run(here / "runs", "trace-seed-1", 20)
+    invoke("collect", here / "runs")
+    invoke("render")
+    lines = block("training")
+    assert "steps 1 to 5" in lines[0]
+    assert [line.split("|")[2].strip() for line in lines[2:]] == ["0", "1"]
+    assert lines[2].endswith("| 1.0e-03 | - |") and lines[3].endswith("| 1.0e-03 | - |")  # seed 1 was measured after step 5
+
+
+def test_nothing_to_render(here):
+    with pytest.raises(UserError, match="no curves.json; run `python -m trace_jax.study collect RUNS`"):
+        invoke("render")

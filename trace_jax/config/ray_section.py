@@ -17,8 +17,8 @@ class RaySection(Section):
       num_cpus: CPUs that an engine reserves.
       num_gpus: GPUs that an engine reserves and sees; null is as many as `rollout.vllm.tensor_parallel`, or 1, where the cluster has any.
       max_restarts: how often Ray starts an engine again in place of a lost one.
-      start_timeout_s: what an engine may take to be placed, started and loaded.
-      silence_timeout_s: after so long without an answer to a call, which is one wave or update, an engine counts as hung and is replaced.
+      start_timeout_s: what an engine may take to be placed, started and loaded, and to take an update.
+      silence_timeout_s: after so long without an answer to a call, such as one wave, an engine counts as hung and is replaced.
       object_store_gib: shared memory of a cluster that is started; null is Ray's choice, a third of the memory.
     """
 

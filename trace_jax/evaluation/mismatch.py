@@ -204,6 +204,9 @@ def methods_by_precision(methods: Sequence[str] | None, precisions: Sequence[str
     plan = {}
     for precision in precisions or METHODS_OF:
         require_precision(precision)
+        if precision not in METHODS_OF:
+            remedy = f"write some of: {', '.join(METHODS_OF)}, or measure it with --variants (rollout.weights: {precision})"
+            raise UserError(f"precision {precision} is one of eval, and mismatch compares no methods at it; {remedy}")
         known = METHODS_OF[precision]
         found = [name for name in known if methods is None or name in methods or precision == "bf16"]
         if found:

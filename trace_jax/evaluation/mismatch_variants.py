@@ -6,6 +6,7 @@ Variants whose rollout is the same share its answers, so that what is compared d
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from rich import box
 from rich.table import Table
 
 from trace_jax.comparison.variants import read_variants
-from trace_jax.config import METHODS, Config, from_mapping
+from trace_jax.config import Config, from_mapping
 from trace_jax.config.keys import overlay
+from trace_jax.config.presets import preset
 from trace_jax.evaluation.mismatch import DEFAULT_PROMPTS, method_report
 from trace_jax.evaluation.open_policy import open_policy
 from trace_jax.evaluation.precision_rollout import PrecisionRollout, roll_out_config
@@ -75,11 +77,17 @@ def measure_variants(
 
 
 def variant_config(base: Config, settings: Sequence[str]) -> Config:
-    """The config of a run with a variant's settings on top; a `method` among them brings its preset, at every recordable site."""
+    """The config of a run with a variant's settings on top; a `method` among them brings its preset, at every recordable site.
+
+    Raises:
+      UserError: an unknown method or key, or a value that is none.
+    """
     given = dict(setting.split("=", 1) for setting in settings)
-    method = json.loads(given.pop("method", json.dumps(base.method)))
-    keys = overlay(METHODS.get(method, {}), {"guidance": {"sites": list(RECORDED_SITES)}})
-    values = overlay(base.model_dump(mode="json"), keys) | {"method": method}
+    values = base.model_dump(mode="json")
+    if "method" in given:
+        method = json.loads(given.pop("method"))
+        keys = overlay(preset(method), {"guidance": {"sites": list(RECORDED_SITES)}})
+        values = overlay(values, keys) | {"method": method}
     return from_mapping(values, [f"{key}={value}" for key, value in given.items()])
 
 
@@ -98,6 +106,12 @@ def print_variants(report: Mapping[str, Any]) -> None:
             f"{metrics['rollout_corr/k3_kl']:.1e}",
             f"{metrics['train_rollout_logprob_abs_diff']:.1e}",
             f"{metrics['train_rollout_logprob_abs_diff_max']:.2f}",
-            *(f"{min(one[figure] for one in layers):.4f}" if layers else "-" for figure in ("code_agreement", "adjacent_share")),
+            *(_lowest([one[figure] for one in layers]) for figure in ("code_agreement", "adjacent_share")),
         )
     result_console().print(shown)
+
+
+def _lowest(shares: Sequence[float]) -> str:
+    """Of those that are shares of something; a layer where nothing differs has no share of differences."""
+    numbers = [share for share in shares if not math.isnan(share)]
+    return f"{min(numbers):.4f}" if numbers else "-"

@@ -72,9 +72,14 @@ def precision_config(config: Config, precision: str, method: str) -> Config:
     method = "bf16" if precision == "bf16" else method
     # A preset counts on the default sites; the run's own may lack one that the preset guides.
     keys = overlay(METHODS[method], {"guidance": {"sites": list(RECORDED_SITES)}})
-    fraction = config.rollout.residual_compensation.fraction if precision in BLOCK_FORMATS else 0.0
+    fraction = config.rollout.residual_compensation.fraction if _rounds_inputs(precision) else 0.0
     keys = overlay(keys, {"rollout": {"residual_compensation": {"fraction": fraction}}})
     return from_mapping(overlay(config.model_dump(mode="json"), overlay(keys, PRECISIONS[precision])) | {"method": method})
+
+
+def _rounds_inputs(precision: str) -> bool:
+    """Whether the experts' inputs are in FP4, so that there is something to compensate."""
+    return PRECISIONS[precision]["rollout"]["activations"] in BLOCK_FORMATS
 
 
 def precision_overrides(config: Config, precision: str) -> str:
@@ -83,7 +88,7 @@ def precision_overrides(config: Config, precision: str) -> str:
     formats = "" if overlay(values, keys) == values else " ".join(f"{name}={value}" for name, value in leaves(keys))
     # Another method's preset would switch the compensation off, or take another share.
     fraction = config.rollout.residual_compensation.fraction
-    compensated = fraction > 0 and precision in BLOCK_FORMATS
+    compensated = fraction > 0 and _rounds_inputs(precision)
     return f"{formats} rollout.residual_compensation.fraction={fraction}".lstrip() if compensated else formats
 
 

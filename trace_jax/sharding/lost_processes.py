@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from trace_jax.errors import UserError
@@ -124,7 +125,8 @@ class Watch:
             self._give_up(f"{self._names[process]} ended with code {code}, and this one waited for it; its log says why")
 
     def _give_up(self, reason: str) -> None:
-        os.write(2, f"error: {reason}; start all processes again, a run with --resume\n".encode())
+        with suppress(OSError):  # whoever read it may be gone as well
+            os.write(2, f"error: {reason}; start all processes again, a run with --resume\n".encode())
         self._tell(f"{self._index} {GAVE_UP}")
         if self._index == 0:
             time.sleep(LAST_S)
@@ -222,5 +224,7 @@ def _line(link: socket.socket) -> str:
 
 def _end(code: int) -> None:
     """Ends the program at once: what it would do in order waits for the process that is gone."""
-    sys.stdout.flush()
-    os._exit(code)
+    try:
+        sys.stdout.flush()
+    finally:  # also where nobody reads any more
+        os._exit(code)

@@ -42,6 +42,8 @@ def collect(
 def render() -> None:
     """Brings the tables of docs/study.md and its figures up to date with docs/study/*.json."""
     logs = {path.stem: _read(path) for path in sorted(LOGS.glob("*.json"))}
+    if "curves" not in logs:
+        raise UserError(f"{LOGS}: no curves.json; run `python -m trace_jax.study collect RUNS` at the root of the checkout first")
     text = PAGE.read_text()
     for name, table in PAGE_PARTS.items():
         text = replace_block(text, f"study {name}", table(logs))

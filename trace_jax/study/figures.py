@@ -18,7 +18,7 @@ def training_figure(curves: Mapping[str, Mapping[str, Any]]) -> bytes:
     """Reward and KL by step, a PNG.
 
     Args:
-      curves: `methods` of curves.json: method -> metric -> one series a seed.
+      curves: of curves.json: method -> metric -> one series a seed.
     """
     with styled():
         figure = new_figure(11.0, 8.0)

@@ -107,25 +107,26 @@ def posthoc_table(logs: Logs) -> str:
 
 
 def training_table(logs: Logs) -> str:
-    """First and last steps of every run, the last being those that all runs reached."""
+    """First and last steps of every run, the last being those that all runs reached; a dash where a run recorded nothing."""
     found = logs["curves"]
     last = min(series["steps"][-1] for metrics in found.values() for series in metrics["reward/mean"])
-    windows = ((1, WINDOW), (last - WINDOW + 1, last))
+    windows = ((1, min(WINDOW, last)), (max(1, last - WINDOW + 1), last))
     headings = ["method", "seed"]
     headings += [f"{what}, steps {low} to {high}" for what in ("reward", "solved") for low, high in windows]
     headings += [f"KL (k3), {what}, steps {windows[1][0]} to {last}" for what in ("training forward", "unguided")]
     lines = []
     for method, metrics in found.items():
-        for place, series in enumerate(metrics["reward/mean"]):
-            cells = [_window(metrics[name][place], *window, "{:.3f}") for name in ("reward/mean", "reward/pass_rate") for window in windows]
-            for name in ("rollout_corr/k3_kl", "unguided/rollout_corr/k3_kl"):
-                cells.append(_window(metrics[name][place], *windows[1], "{:.1e}") if name in metrics else "-")
-            lines.append([method, str(series["seed"]), *cells])
+        for seed in (series["seed"] for series in metrics["reward/mean"]):
+            own = {name: series for name, seeds in metrics.items() for series in seeds if series["seed"] == seed}
+            cells = [_window(own.get(name), *window, "{:.3f}") for name in ("reward/mean", "reward/pass_rate") for window in windows]
+            cells += [_window(own.get(name), *windows[1], "{:.1e}") for name in ("rollout_corr/k3_kl", "unguided/rollout_corr/k3_kl")]
+            lines.append([method, str(seed), *cells])
     return markdown_table(headings, lines, ("method",))
 
 
-def _window(series: Mapping[str, Any], low: int, high: int, form: str) -> str:
-    return form.format(fmean(value for step, value in zip(series["steps"], series["values"], strict=True) if low <= step <= high))
+def _window(series: Mapping[str, Any] | None, low: int, high: int, form: str) -> str:
+    values = [] if series is None else [value for step, value in zip(series["steps"], series["values"], strict=True) if low <= step <= high]
+    return form.format(fmean(values)) if values else "-"
 
 
 def _when_measured(log: str, table: Callable[[Logs], str]) -> Callable[[Logs], str]:
