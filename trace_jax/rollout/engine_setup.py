@@ -73,11 +73,10 @@ class EngineSetup:
             return
         if find_spec("ray") is None:
             raise UserError("rollout.launcher ray needs Ray; run: pip install 'trace-jax[ray]', or write launcher: process")
-        if config.rollout.ray.address is None and config.rollout.ray.num_gpus != 0 and jax.default_backend() == "gpu":
+        if config.rollout.ray.address is None and jax.default_backend() == "gpu":
             raise UserError(
                 "rollout.ray.address is null, and Ray would start the engines on this machine's GPUs, which the trainer holds; start a "
-                "cluster with other ones (CUDA_VISIBLE_DEVICES=4,5,6,7 ray start --head) and write rollout.ray.address: auto, or "
-                "rollout.ray.num_gpus: 0 for engines on CPUs"
+                "cluster with other ones (CUDA_VISIBLE_DEVICES=4,5,6,7 ray start --head) and write rollout.ray.address: auto"
             )
 
     def _launched(self) -> Engine:
