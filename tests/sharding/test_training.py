@@ -9,21 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.train.conftest import VALUES
 from trace_jax.metrics.jsonl import read_metrics
 
 SECONDS = 280
 MESH = ("mesh.data=-1", "mesh.fsdp=2", "mesh.expert=2")
-
-
-@pytest.fixture(scope="module")
-def config_file(tmp_path_factory) -> Path:
-    values = VALUES | {"model": VALUES["model"] | {"config": VALUES["model"]["config"] | {"num_kv_heads": 2}}}
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
 
 
 @pytest.fixture
